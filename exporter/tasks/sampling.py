@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from effexport.base.errors import UserError
-from effexport.models.validation import SpecError, check_field_types
+from effexport.models.validation import SpecError, check_field_types, did_you_mean, shown
 
 SEED_BITS = 63
 # Smaller ones might overflow, and choose as 0 does.
 LEAST_TEMPERATURE = 1e-6
 # What other servers call a field in requests.
 ALIASES = {"max_tokens": "max_new_tokens"}
+# An option of requests: whether the text is sent in pieces.
+STREAM = "stream"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +49,27 @@ class Sampling:
             raise UserError(f"temperature is {self.temperature:g}; expected 0, which is greedy, or {least}")
         if self.seed is not None and not 0 <= self.seed < 2**SEED_BITS:
             raise UserError(f"seed is {self.seed}; expected 0 to 2^{SEED_BITS} - 1")
+
+
+SAMPLING_OPTIONS = tuple(field.name for field in fields(Sampling))
+
+
+def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, Any]:
+    """The sampling that the options of a request ask for, and the value of `stream`; None counts as not given.
+
+    Raises UserError for an option that is unknown, is given twice, or cannot work.
+    """
+    names, found = (STREAM, *SAMPLING_OPTIONS), dict[str, Any]()
+    for name, value in given:
+        own = ALIASES.get(name, name)
+        if own not in names:
+            raise unknown_parameter(name, [*names, *ALIASES])
+        if own in found:
+            raise UserError(f"the parameter {own} is given twice")
+        found[own] = value
+    stream = found.pop(STREAM, None)
+    return Sampling(**{name: value for name, value in found.items() if value is not None}), stream
+
+
+def unknown_parameter(name: str, names: Sequence[str]) -> UserError:
+    return UserError(f"unknown parameter {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")

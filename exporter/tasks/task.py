@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ import numpy as np
 from effexport.base.dtypes import joined_rows
 from effexport.base.errors import UserError
 from effexport.base.spec import is_optional
+from effexport.models.validation import shown
+from effexport.tasks.sampling import unknown_parameter
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
@@ -44,6 +46,14 @@ class Encoding:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @classmethod
+    def of_tokens(cls, ids: Iterable[int], offsets: tuple[tuple[int, int], ...] | None = None) -> Encoding:
+        """Tokens of one text, of which no tokenizer has said more."""
+        found = tuple(ids)
+        count = len(found)
+        places = tuple((i, i + 1) for i in range(count)) if offsets is None else offsets
+        return cls(found, (0,) * count, (False,) * count, places, (0,) * count, (None,) * count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +106,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode_bytes(self, data: bytes, offsets: tuple[tuple[int, int], ...] | None = None) -> Encoding:
         """The tokens of bytes that need not be a text. offsets: see Encoding; by default those of bytes."""
-        count = len(data)
-        return Encoding(
-            tuple(byte + BYTE_OFFSET for byte in data),
-            (0,) * count,
-            (False,) * count,
-            tuple((i, i + 1) for i in range(count)) if offsets is None else offsets,
-            (0,) * count,
-            (None,) * count,
-        )
+        return Encoding.of_tokens((byte + BYTE_OFFSET for byte in data), offsets)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         values = [token - BYTE_OFFSET for token in ids]
@@ -153,6 +155,17 @@ class TextOptions:
 
 
 DEFAULT_OPTIONS = TextOptions()
+TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
+
+
+def options_from_parameters(parameters: Mapping[str, Any]) -> TextOptions:
+    """The options in the parameters of a request. Raises UserError for one that is unknown or cannot work."""
+    for name, value in parameters.items():
+        if name not in TEXT_OPTIONS:
+            raise unknown_parameter(name, TEXT_OPTIONS)
+        if type(value) is not int:
+            raise UserError(f"{name} is {shown(value)}; expected an integer")
+    return TextOptions(**parameters)
 
 
 @dataclass(frozen=True)
@@ -241,6 +254,12 @@ class Reader:
                 "once: shorten the text, or split it"
             )
         return self.prepared(text, pair, encoding, [tuple(range(len(encoding)))])
+
+    def tokens(self, ids: Sequence[int]) -> PreparedText:
+        """Tokens as one row, with those that the tokenizer would add if `ids` has them. Raises UserError as `whole`."""
+        if self.limit is not None and len(ids) > self.limit:
+            raise UserError(f"the input has {len(ids)} tokens; this model takes {self.limit}: shorten or split it")
+        return self.prepared("", None, Encoding.of_tokens(ids), [tuple(range(len(ids)))])
 
     def split(self, text: str, pair: str | None, *, limit: int | None, stride: int, sequence: int = 0) -> PreparedText:
         """A text as windows; every row has the added tokens, and the whole of the other text.

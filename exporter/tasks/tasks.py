@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -160,7 +160,10 @@ class Embedding:
     stride: int = 0
     max_window: int | None = None
 
-    def prepare(self, text: str, pair: str | None = None) -> PreparedText:
+    def prepare(self, text: str | Sequence[int], pair: str | None = None) -> PreparedText:
+        """text: or its tokens, which are one row."""
+        if not isinstance(text, str):
+            return self.reader.tokens(text)
         if not self.splits:
             return self.reader.whole(text, pair, "an embedding of this kind (--pool cls, or --normalize)")
         return self.reader.split(text, pair, limit=self.max_window, stride=self.stride)

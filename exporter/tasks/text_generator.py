@@ -391,6 +391,23 @@ class TextGenerator(Closeable):
             )
         return Session(ids, sampling, self.tokenizer)
 
+    def warm_up(self) -> None:
+        """Read a prompt and decode one step, so that the first text does not pay for one-time work.
+
+        Raises what the runtime raises; then the generator is closed.
+        """
+        decoder, token = self.stepper.decoder, np.zeros((1, 1), dtype=np.int64)
+        if self.max_tokens < 2:
+            return
+        try:
+            if decoder.has_prefill:
+                decoder.prefill({INPUT: token})
+            decoder.step({INPUT: token})
+            decoder.reset()
+        except BaseException:
+            self.close()
+            raise
+
     def _pieces(self, session: Session) -> Iterator[Piece]:
         self.stepper.add(session)
         try:

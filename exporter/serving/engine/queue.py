@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -122,40 +123,17 @@ Gone = asyncio.Future[None]
 THREAD_BYTES = 64 << 10
 
 
-class Queued:
-    """The inputs of a request that may share a run. length: in tokens; 0 if no input has an axis of tokens."""
+class Job:
+    """A waiting request. rows, length, key: whether it may share a run, as in `first_batch`. length: in tokens; 0 if no
+    input has an axis of tokens. Times are from time.perf_counter."""
 
-    def __init__(self, feeds: Mapping[str, Array], padding: Padding = NO_PADDING) -> None:
+    started = False
+
+    def __init__(self, feeds: Mapping[str, Array], timeout_s: float = math.inf, padding: Padding = NO_PADDING) -> None:
         self.feeds = feeds
         self.rows = rows_of(feeds)
         self.length = padding.length_of(feeds)
         self.key = joining_key(feeds, padding)
-
-
-OneQueued = TypeVar("OneQueued", bound=Queued)
-
-
-def first_batch(waiting: Sequence[OneQueued], fits: Callable[[Sequence[OneQueued]], bool]) -> list[OneQueued]:
-    """The oldest request, and those that may share its run: those closest to its length, the older ones first.
-
-    fits: whether requests that differ only in what can be joined may share a run.
-    """
-    first = waiting[0]
-    batch = [first]
-    others = [one for one in waiting if one.key == first.key and one is not first]
-    for one in sorted(others, key=lambda one: abs(one.length - first.length)):
-        if fits([*batch, one]):
-            batch.append(one)
-    return batch
-
-
-class Job(Queued):
-    """A waiting request of a server. Times are from time.perf_counter."""
-
-    started = False
-
-    def __init__(self, feeds: Mapping[str, Array], timeout_s: float, padding: Padding) -> None:
-        super().__init__(feeds, padding)
         self.enqueued = time.perf_counter()
         self.deadline = self.enqueued + timeout_s
         self.answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
@@ -173,6 +151,20 @@ class Job(Queued):
             if not self.started:
                 raise waited_too_long()
             timeout = None  # the run has started and cannot be stopped
+
+
+def first_batch(waiting: Sequence[Job], fits: Callable[[Sequence[Job]], bool]) -> list[Job]:
+    """The oldest request, and those that may share its run: those closest to its length, the older ones first.
+
+    fits: whether requests that differ only in what can be joined may share a run.
+    """
+    first = waiting[0]
+    batch = [first]
+    others = [one for one in waiting if one.key == first.key and one is not first]
+    for one in sorted(others, key=lambda one: abs(one.length - first.length)):
+        if fits([*batch, one]):
+            batch.append(one)
+    return batch
 
 
 Item = TypeVar("Item")
@@ -349,7 +341,7 @@ def why_not_joined(spec: BuildSpec) -> str:
     return spec.model.why_samples_mix or alone
 
 
-def run_together(run: Run, batch: Sequence[Queued], padding: Padding = NO_PADDING) -> list[Outcome]:
+def run_together(run: Run, batch: Sequence[Job], padding: Padding = NO_PADDING) -> list[Outcome]:
     """The outputs of requests that run as one batch. If it fails, they run one by one, and some get their error."""
     feeds = [one.feeds for one in batch]
     try:
@@ -376,18 +368,20 @@ def deliver(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
     """Hand outcomes to the event loop in one call: for each, the threads would take turns, which costs as much again
     as all the rest of a small request. If the loop has ended, nobody waits for them."""
 
-    def settle() -> None:
-        for job, outcome in zip(jobs, outcomes, strict=True):
-            if job.answer.done():
-                continue
-            if isinstance(outcome, Exception):
-                job.answer.set_exception(outcome)
-            else:
-                job.answer.set_result(outcome)
-
     if jobs:
         with contextlib.suppress(RuntimeError):
-            jobs[0].answer.get_loop().call_soon_threadsafe(settle)
+            jobs[0].answer.get_loop().call_soon_threadsafe(settle, jobs, outcomes)
+
+
+def settle(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
+    """Answer those that somebody still waits for; called by the event loop."""
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        if job.answer.done():
+            continue
+        if isinstance(outcome, Exception):
+            job.answer.set_exception(outcome)
+        else:
+            job.answer.set_result(outcome)
 
 
 async def aside(size: int, call: Callable[[], Result]) -> Result:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,8 @@ from effexport.base.spec import BuildSpec
 from effexport.models.validation import did_you_mean, shown
 from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec, longest_text
 from effexport.serving.engine.errors import RequestError
-from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, MAX_TEXT_BYTES, ServingSettings
+from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, MAX_TEXT_BYTES, MAX_TEXTS, ServingSettings
+from effexport.tasks.sampling import STREAM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,9 +26,10 @@ BINARY_ONLY = ("FP16", "BF16")
 # The element type of texts, bytes in UTF-8; no tensor of an artifact has it.
 STRING = "string"
 TEXT, CONTEXT, ANSWER = "text", "context", "answer"
+# What a request has in place of tensors; the context is optional.
+TEXTS = (TensorInfo(TEXT, STRING, ("batch",)), TensorInfo(CONTEXT, STRING, ("batch",)))
 # Of models that generate, as in Triton's own backends for language models.
 TEXT_INPUT, TEXT_OUTPUT, FINISH_REASON = "text_input", "text_output", "finish_reason"
-STREAM = "stream"
 # Field of Triton's `generate` that tritonserver 2.51.0 hands over as a parameter.
 REQUEST_ID = "id"
 
@@ -87,14 +91,6 @@ def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> ServedSig
         raise UserError(f"--max-seq-len is {wanted}; {longest_text(limits)}")
     longest = wanted or own or max(DEFAULT_MAX_SEQ_LEN, spec.model.seq_len)
     return ServedSignature(spec.inputs, spec.outputs, limits, {"batch": settings.max_batch, "seq": longest})
-
-
-def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:
-    """The tensor of this name. Raises RequestError, which calls it `kind`."""
-    for tensor in tensors:
-        if tensor.name == name:
-            return tensor
-    raise unknown_name(name, [tensor.name for tensor in tensors], kind)
 
 
 def unknown_name(name: str, names: Sequence[str], kind: str) -> RequestError:
@@ -162,11 +158,61 @@ def tensors_of(values: Sequence[TensorInfo]) -> list[TensorInfo]:
     return [tensor for tensor in values if tensor.dtype != STRING]
 
 
-def decoded(data: bytes, name: str) -> str:
-    """The text of an input. Raises UserError if it is not UTF-8, or too long to be tokenised beside other requests."""
+def objects(values: Sequence[Any]) -> Array:
+    """An array of any values, such as texts in UTF-8."""
+    import numpy as np
+
+    return np.fromiter(values, object, len(values))
+
+
+def text_of(value: object, name: str) -> str:
+    """A text of a request, which is given as a string or in UTF-8.
+
+    Raises UserError for something else, and for a text that is too long to be tokenised beside other requests.
+    """
+    if not isinstance(value, str | bytes):
+        raise UserError(f"{name} is {shown(value)}; expected a string")
+    data = value.encode() if isinstance(value, str) else value
     if len(data) > MAX_TEXT_BYTES:
         raise UserError(f"{name} has {len(data)} bytes; expected at most {MAX_TEXT_BYTES}: send it in parts")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from error
+
+
+@contextmanager
+def named_by(index: int, count: int) -> Iterator[None]:
+    """Errors about one of several texts of a request say which. count: of the texts."""
+    try:
+        yield
+    except UserError as error:
+        if count == 1 or isinstance(error, RequestError):
+            raise
+        raise UserError(f"{TEXT} {index}: {error}") from error
+
+
+def texts_of_inputs(inputs: Mapping[str, Array]) -> list[tuple[str, str | None]]:
+    """The texts of a request, each with its context or None.
+
+    Raises UserError unless there are texts that can be read, a context for each of them or none, and nothing else.
+    """
+    if TEXT not in inputs or inputs.keys() - {TEXT, CONTEXT}:
+        given = ", ".join(sorted(inputs)) or "no inputs"
+        raise UserError(f"the request has {given}; expected {TEXT}, with or without {CONTEXT}, or the model's tensors")
+    texts, contexts = inputs[TEXT], inputs.get(CONTEXT)
+    if contexts is not None and contexts.shape != texts.shape:
+        raise UserError(
+            f"{TEXT} has the shape {list(texts.shape)} and {CONTEXT} {list(contexts.shape)}; expected a {CONTEXT} for "
+            f"each {TEXT}"
+        )
+    if not 1 <= texts.size <= MAX_TEXTS:
+        raise UserError(
+            f"{TEXT} has the shape {list(texts.shape)}; expected 1 to {MAX_TEXTS} texts: send several requests"
+        )
+    found = []
+    for index, text in enumerate(texts.flat):
+        with named_by(index, texts.size):
+            context = None if contexts is None else text_of(contexts.flat[index], CONTEXT)
+            found.append((text_of(text, TEXT), context))
+    return found

@@ -10,56 +10,58 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
+
 from effexport.base.errors import UserError
 from effexport.models.encoder.spec import EMBEDDING
-from effexport.models.validation import shown
 from effexport.runners.decode import Graph
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError
-from effexport.serving.engine.queue import Batcher, Queue, Waiting, aside
+from effexport.serving.engine.queue import Outputs, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import ANSWER, CONTEXT, OPTIONS, STREAM, TEXT, ServedSignature, unknown_name
-from effexport.tasks.sampling import ALIASES, Sampling
-from effexport.tasks.task import DEFAULT_OPTIONS, TOKENS, Encoding, PreparedText, Task, TextOptions, joined_outputs
+from effexport.serving.engine.signature import (
+    ANSWER,
+    CONTEXT,
+    TEXT,
+    named_by,
+    objects,
+)
+from effexport.tasks.sampling import Sampling
+from effexport.tasks.task import DEFAULT_OPTIONS, TEXT_OPTIONS, PreparedText, Task, TextOptions, joined_outputs
 from effexport.tasks.tasks import Embedding
 
 if TYPE_CHECKING:
+    from effexport.base.dtypes import Array
     from effexport.serving.engine.metrics import Metrics
     from effexport.tasks.text_generator import Piece, Session, TextGenerator
 
 
 # Shorter texts and prompts are tokenised in less than a millisecond.
 THREAD_CHARACTERS = 2048
-TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
-
-
-def options_from_parameters(parameters: Mapping[str, Any]) -> TextOptions:
-    """Raises UserError for a parameter that is unknown or cannot work."""
-    for name, value in parameters.items():
-        if name not in TEXT_OPTIONS:
-            raise unknown_name(name, TEXT_OPTIONS, "parameter")
-        if type(value) is not int:
-            raise UserError(f"{name} is {shown(value)}; expected an integer")
-    return TextOptions(**parameters)
-
-
-# A text that is not tokenised yet: its characters, and what makes inputs of it, which raises UserError.
-Unprepared = tuple[int, Callable[[], PreparedText]]
 
 
 class Texts:
-    """The texts of a served model: each is a request to its queue, or several if its windows are more rows than a run
-    has."""
+    """The texts of a model that reads them: each is a run, or several if its windows are more rows than a run has.
 
-    def __init__(self, task_of: Callable[[TextOptions], Task], batcher: Batcher, signature: ServedSignature) -> None:
+    run: the outputs of rows, for a request. max_batch: rows of a run. at_once: texts of a request that run or wait.
+    """
+
+    def __init__(
+        self,
+        task_of: Callable[[TextOptions], Task],
+        run: Callable[[Mapping[str, Array], Waiting], Awaitable[Outputs]],
+        max_batch: int,
+        at_once: int,
+    ) -> None:
         self._task_of = task_of
         self._default = task_of(DEFAULT_OPTIONS)
-        self._batcher = batcher
-        self._signature = signature
+        self._run = run
+        self._max_batch = max_batch
+        self._at_once = at_once
         self.name = self._default.name
         self.is_embedding = isinstance(self._default, Embedding)
         # names and datatypes of the outputs
@@ -78,93 +80,69 @@ class Texts:
             "text_parameters": list(TEXT_OPTIONS),
         }
 
-    async def answers_of(
-        self, texts: Sequence[tuple[str, str | None]], parameters: Mapping[str, Any], waiting: Waiting
-    ) -> list[Any]:
-        """The answers to texts, or to pairs of texts. parameters: of the request; some are options of the task.
+    async def outputs_of(
+        self, texts: Sequence[tuple[str, str | None]], wanted: Iterable[str], options: TextOptions, waiting: Waiting
+    ) -> dict[str, Array]:
+        """The wanted outputs for texts, or for pairs of texts: answers as JSON, and vectors in float32.
 
         Raises ClientGoneError, or UserError with the index of a text that cannot be answered.
         """
-        given = {name: parameters[name] for name in TEXT_OPTIONS if parameters.get(name) is not None}
-        task = self._task_of(options_from_parameters(given))
-        prepared = [(len(text) + len(pair or ""), partial(task.prepare, text, pair)) for text, pair in texts]
-        return await self._answers(task, prepared, waiting)
+        found = await self._answers(self._task_of(options), texts, wanted, waiting)
+        outputs: dict[str, Array] = {}
+        if ANSWER in wanted:
+            outputs[ANSWER] = objects([msgspec.json.encode(one[ANSWER]) for one in found])
+        if EMBEDDING in found[0]:
+            outputs[EMBEDDING] = np.stack([one[EMBEDDING] for one in found])
+        return outputs
 
     async def embeddings_of(self, inputs: Sequence[str | tuple[int, ...]], waiting: Waiting) -> list[Any]:
-        """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `answers_of`."""
-        task = self._default
-        assert isinstance(task, Embedding)
-        texts: list[Unprepared] = [
-            (len(one), partial(task.prepare, one) if isinstance(one, str) else partial(prepared_tokens, task, one))
-            for one in inputs
-        ]
-        return await self._answers(task, texts, waiting)
+        """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `outputs_of`."""
+        found = await self._answers(self._default, [(one, None) for one in inputs], (ANSWER,), waiting)
+        return [one[ANSWER] for one in found]
 
-    async def _answers(self, task: Task, texts: Sequence[Unprepared], waiting: Waiting) -> list[Any]:
-        # so many that the next batch waits while one runs, and other requests find room
-        settings = self._batcher.settings
-        places = asyncio.Semaphore(max(1, min(2 * settings.max_batch, settings.queue_size // 2)))
+    async def _answers(
+        self, task: Task, texts: Sequence[tuple[Any, str | None]], wanted: Iterable[str], waiting: Waiting
+    ) -> list[dict[str, Any]]:
+        places = asyncio.Semaphore(self._at_once)
+        sizes = [len(text) + len(pair or "") for text, pair in texts]
 
-        async def one(index: int) -> Any:
-            try:
-                async with places, waiting.memory.holding(texts[index][0], waiting.timeout_s):
-                    return await self._answer(task, *texts[index], waiting)
-            except UserError as error:
-                if len(texts) == 1 or isinstance(error, RequestError):
-                    raise
-                raise UserError(f"text {index}: {error}") from error
+        async def one(index: int) -> dict[str, Any]:
+            with named_by(index, len(texts)):
+                async with places, waiting.memory.holding(sizes[index], waiting.timeout_s):
+                    prepare = partial(task.prepare, *texts[index])
+                    prepared = await asyncio.to_thread(prepare) if sizes[index] > THREAD_CHARACTERS else prepare()
+                    return await self._answer(task, prepared, wanted, waiting)
 
         # texts of similar length follow each other, so that more of them share a run
-        order = sorted(range(len(texts)), key=lambda index: texts[index][0])
-        answers = {index: asyncio.create_task(one(index)) for index in order}
+        order = sorted(range(len(texts)), key=lambda index: sizes[index])
+        running = {index: asyncio.create_task(one(index)) for index in order}
         try:
-            await asyncio.gather(*answers.values())
+            await asyncio.gather(*running.values())
         finally:
-            for answer in answers.values():
-                answer.cancel()
-        return [answers[index].result() for index in range(len(texts))]
+            for text in running.values():
+                text.cancel()
+        return [running[index].result() for index in range(len(texts))]
 
-    async def _answer(self, task: Task, characters: int, prepare: Callable[[], PreparedText], waiting: Waiting) -> Any:
-        prepared = await asyncio.to_thread(prepare) if characters > THREAD_CHARACTERS else prepare()
+    async def _answer(
+        self, task: Task, prepared: PreparedText, wanted: Iterable[str], waiting: Waiting
+    ) -> dict[str, Any]:
         windows = len(prepared.windows)
         if windows > MAX_TEXTS:
             raise UserError(f"the text is {windows} windows; expected at most {MAX_TEXTS}: send it in parts")
-        parts = []
-        for rows in prepared.rows(self._batcher.settings.max_batch):
-            self._signature.check_size("seq", rows[TOKENS].shape[1])
-            feeds = self._signature.complete(rows)
-            parts.append(await self._batcher.outputs(feeds, waiting.timeout_s, waiting.gone))
-        size = sum(array.nbytes for part in parts for array in part.values())
-        return await aside(size, lambda: task.answer(prepared, joined_outputs(parts)))
+        parts = [await self._run(rows, waiting) for rows in prepared.rows(self._max_batch)]
 
+        def read() -> dict[str, Any]:
+            outputs, found = joined_outputs(parts), dict[str, Any]()
+            if ANSWER in wanted:
+                found[ANSWER] = task.answer(prepared, outputs)
+            if EMBEDDING in wanted and isinstance(task, Embedding):
+                found[EMBEDDING] = task.vector(prepared, outputs)
+            return found
 
-def prepared_tokens(task: Embedding, ids: Sequence[int]) -> PreparedText:
-    """Tokens as one row, with those that the tokenizer would add if the client has added them."""
-    count, reader = len(ids), task.reader
-    if reader.limit is not None and count > reader.limit:
-        raise UserError(f"the input has {count} tokens; this model takes {reader.limit}: shorten or split it")
-    encoding = Encoding(tuple(ids), (0,) * count, (False,) * count, ((0, 0),) * count, (0,) * count, (None,) * count)
-    return reader.prepared("", None, encoding, [tuple(range(count))])
+        return await aside(sum(array.nbytes for part in parts for array in part.values()), read)
 
 
 logger = logging.getLogger("effexport.serving")
-
-
-def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, Any]:
-    """The sampling that the options of a request ask for, and the value of `stream`; None counts as not given.
-
-    Raises UserError for an option that is unknown, is given twice, or cannot work.
-    """
-    names, found = [tensor.name for tensor in OPTIONS], dict[str, Any]()
-    for name, value in given:
-        own = ALIASES.get(name, name)
-        if own not in names:
-            raise unknown_name(name, [*names, *ALIASES], "parameter")
-        if own in found:
-            raise RequestError(f"the parameter {own} is given twice")
-        found[own] = value
-    stream = found.pop(STREAM, None)
-    return Sampling(**{name: value for name, value in found.items() if value is not None}), stream
 
 
 class Stream:
@@ -238,7 +216,7 @@ class Generations(Queue[Stream]):
         metrics: Metrics | None = None,
     ) -> None:
         """Raises what the runtime of the generator raises."""
-        warm_up(generator)
+        generator.warm_up()
         self._generator = generator
         # the largest batch that the decoder takes: engines have limits
         accepts = generator.stepper.decoder.accepts
@@ -320,23 +298,3 @@ class Generations(Queue[Stream]):
             # if the loop has ended, nobody waits for its texts
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake, loop)
-
-
-def warm_up(generator: TextGenerator) -> None:
-    """Read a prompt and decode one step, so that the first text does not pay for one-time work.
-
-    The generator is closed if it fails.
-    """
-    import numpy as np
-
-    decoder, token = generator.stepper.decoder, np.zeros((1, 1), dtype=np.int64)
-    if generator.max_tokens < 2:
-        return
-    try:
-        if decoder.has_prefill:
-            decoder.prefill({"input_ids": token})
-        decoder.step({"input_ids": token})
-        decoder.reset()
-    except BaseException:
-        generator.close()
-        raise

@@ -7,9 +7,8 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -17,38 +16,23 @@ import orjson
 from effexport.base.dtypes import DTYPES, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import TOO_LARGE, RequestError
-from effexport.serving.engine.settings import MAX_TEXT_BYTES, MAX_TEXTS
-from effexport.serving.engine.signature import BINARY_ONLY, CONTEXT, TEXT, ServedSignature, decoded, named, unknown_name
+from effexport.serving.engine.signature import (
+    BINARY_ONLY,
+    STRING,
+    TEXTS,
+    ServedSignature,
+    objects,
+    protocol_type,
+    texts_of_inputs,
+    unknown_name,
+)
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array, TensorInfo
-    from effexport.serving.http.models import ServedModel
 
 
-Value = TypeVar("Value")
-# How the JSON and the binary data of an input are read.
-Reader = tuple[Callable[[Any], Value], Callable[[memoryview, Any], Value]]
 # Lists, objects and strings of a request, roughly. Nested tensors have a list for each row.
 MAX_JSON_PIECES = 1 << 21
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The parts of the body of a request: its JSON, the parameters of that, and the binary data after it."""
-
-    fields: Mapping[str, Any]
-    parameters: Mapping[str, Any]
-    binary: memoryview
-
-
-def fields_from_body(body: bytes, header: str | None) -> Fields:
-    """Parse a request. header: Inference-Header-Content-Length, the size of the JSON; None: the whole body.
-
-    Raises RequestError for a body that is not a JSON object and data.
-    """
-    length = json_length(body, header)
-    fields = parsed_object(body[:length] if header is not None else body)
-    return Fields(fields, parameters_of(fields, "the request"), memoryview(body)[length:])
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,7 @@ class InferRequest:
     outputs: for each that the client wants, whether as bytes after the JSON instead of as numbers in it.
     timeout_s: how long the client wants to wait for the runner, or None.
     feeds: all inputs; those sent as binary data are views of the body. texts: each with its second text or None.
-    parameters: of a request with texts, some of which are options of the task.
+    parameters: some of which are options of the task.
     """
 
     id: str | None
@@ -67,6 +51,67 @@ class InferRequest:
     feeds: Mapping[str, Array] = field(default_factory=dict)
     texts: Sequence[tuple[str, str | None]] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+def infer_request(
+    body: bytes, header: str | None, signature: ServedSignature, text_outputs: Callable[[], Mapping[str, str]]
+) -> InferRequest:
+    """Check a request. header: Inference-Header-Content-Length, the size of the JSON; None: the whole body.
+
+    text_outputs: of a request with texts, names and datatypes; raises RequestError for a model that reads none.
+    Raises RequestError for anything that this model cannot run.
+    """
+    length = json_length(body, header)
+    fields = parsed_object(body[:length] if header is not None else body)
+    parameters = parameters_of(fields, "the request")
+    if "inputs" not in fields:
+        raise RequestError(f"the request has no inputs; expected: {', '.join(map(str, signature.inputs))}")
+    tensors = {tensor.name: tensor for tensor in (*TEXTS, *signature.inputs)}
+    inputs: dict[str, Array] = {}
+    left = memoryview(body)[length:]
+    for value in objects_named(fields, "inputs"):
+        if value["name"] not in tensors:
+            raise unknown_name(value["name"], [tensor.name for tensor in signature.inputs], "input")
+        tensor = tensors[value["name"]]
+        inputs[tensor.name], size = input_from_fields(value, tensor, signature, left)
+        left = left[size:]
+    if left:
+        raise RequestError(
+            f"{len(body) - length} bytes follow the JSON of the request; its inputs account for "
+            f"{len(body) - length - len(left)}"
+        )
+    texts: Sequence[tuple[str, str | None]] = ()
+    if any(tensors[name] in TEXTS for name in inputs):
+        datatypes, texts, inputs = text_outputs(), texts_of_inputs(inputs), {}
+    else:
+        datatypes = {tensor.name: protocol_type(tensor.dtype) for tensor in signature.outputs}
+        inputs = signature.complete(inputs)
+    # Triton's clients send the timeout in microseconds
+    timeout = parameters.get("timeout")
+    if timeout is not None and (type(timeout) is not int or timeout < 0):
+        raise RequestError(f"timeout is {shown(timeout)}; expected a number of microseconds")
+    outputs = outputs_from_fields(fields, parameters, datatypes)
+    return InferRequest(id_of(fields), outputs, timeout / 1e6 if timeout else None, inputs, texts, parameters)
+
+
+def input_from_fields(
+    value: Mapping[str, Any], tensor: TensorInfo, signature: ServedSignature, left: memoryview
+) -> tuple[Array, int]:
+    """An input, and the size of its part of the binary data. left: the binary data that no input before it has."""
+    datatype, owner = protocol_type(tensor.dtype), f"input {tensor.name!r}"
+    if value.get("datatype") != datatype:
+        raise RequestError(f"{owner} has datatype {shown(value.get('datatype'))}; expected {datatype}")
+    is_text = tensor.dtype == STRING
+    shape = (shape_of_texts if is_text else signature.checked_shape)(tensor, value.get("shape"))
+    size = parameters_of(value, owner).get("binary_data_size")
+    if size is None and "data" not in value:
+        raise RequestError(f"{owner} has neither data nor the parameter binary_data_size")
+    if size is not None and "data" in value:
+        raise RequestError(f"{owner} has both data and the parameter binary_data_size; expected one")
+    if size is None:
+        flat = flat_elements(value["data"], tensor.name, shape)
+        return (objects(flat) if is_text else array_from_json(flat, tensor, shape)), 0
+    return (strings_from_binary if is_text else array_from_binary)(tensor, shape, left, size), size
 
 
 def json_length(body: bytes, header: str | None) -> int:
@@ -134,18 +179,6 @@ def objects_named(fields: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     return values
 
 
-def wanted_from_fields(
-    parsed: Fields, datatypes: Mapping[str, str]
-) -> tuple[str | None, Mapping[str, bool], float | None]:
-    """id, outputs and timeout_s of a request. datatypes: of the outputs that there are, by name."""
-    # Triton's clients send the timeout in microseconds
-    timeout = parsed.parameters.get("timeout")
-    if timeout is not None and (type(timeout) is not int or timeout < 0):
-        raise RequestError(f"timeout is {shown(timeout)}; expected a number of microseconds")
-    outputs = outputs_from_fields(parsed.fields, parsed.parameters, datatypes)
-    return id_of(parsed.fields), outputs, timeout / 1e6 if timeout else None
-
-
 def id_of(fields: Mapping[str, Any]) -> str | None:
     identifier = fields.get("id")
     if identifier is not None and not isinstance(identifier, str):
@@ -194,12 +227,11 @@ _ELEMENTS: dict[str, tuple[set[type], str]] = {
 }
 
 
-def array_from_json(data: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
-    """The elements as an array. shape: already checked. Raises RequestError for a wrong type, number or range."""
+def array_from_json(flat: list[Any], tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
+    """The elements as an array of a shape that has as many. Raises RequestError for a wrong type, number or range."""
     datatype = DTYPES[tensor.dtype].protocol
     if datatype in BINARY_ONLY:
         raise RequestError(f"input {tensor.name!r} is {datatype}, which JSON cannot represent; send it as binary data")
-    flat = flat_elements(data, tensor.name, shape)
     accepted, expected = _ELEMENTS[datatype]
     others = set[type]().union(*(set(map(type, piece)) for piece in pieces(flat))) - accepted
     if others:
@@ -244,50 +276,6 @@ def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
     return level
 
 
-def infer_request(parsed: Fields, signature: ServedSignature) -> InferRequest:
-    """Check a request. Raises RequestError for anything that this model cannot run."""
-    if "inputs" not in parsed.fields:
-        raise RequestError(f"the request has no inputs; expected: {', '.join(map(str, signature.inputs))}")
-
-    def reader_of(value: Mapping[str, Any]) -> Reader[Array]:
-        tensor = named(signature.inputs, value["name"], "input")
-        check_datatype(value, DTYPES[tensor.dtype].protocol)
-        shape = signature.checked_shape(tensor, value.get("shape"))
-        return partial(array_from_json, tensor=tensor, shape=shape), partial(array_from_binary, tensor, shape)
-
-    feeds = read_inputs(parsed, reader_of)
-    datatypes = {tensor.name: DTYPES[tensor.dtype].protocol for tensor in signature.outputs}
-    return InferRequest(*wanted_from_fields(parsed, datatypes), feeds=signature.complete(feeds))
-
-
-def read_inputs(parsed: Fields, reader_of: Callable[[Mapping[str, Any]], Reader[Value]]) -> dict[str, Value]:
-    """The inputs of a request by name. reader_of: checks an input, and returns how its JSON and its binary data are
-    read; the latter gets the binary data that is left, and the size of its part."""
-    found: dict[str, Value] = {}
-    left = parsed.binary
-    for value in objects_named(parsed.fields, "inputs"):
-        from_json, from_binary = reader_of(value)
-        owner = f"input {value['name']!r}"
-        size = parameters_of(value, owner).get("binary_data_size")
-        if size is None and "data" not in value:
-            raise RequestError(f"{owner} has neither data nor the parameter binary_data_size")
-        if size is not None and "data" in value:
-            raise RequestError(f"{owner} has both data and the parameter binary_data_size; expected one")
-        found[value["name"]] = from_json(value["data"]) if size is None else from_binary(left, size)
-        left = left[size or 0 :]
-    if left:
-        accounted = len(parsed.binary) - len(left)
-        raise RequestError(
-            f"{len(parsed.binary)} bytes follow the JSON of the request; its inputs account for {accounted}"
-        )
-    return found
-
-
-def check_datatype(value: Mapping[str, Any], expected: str) -> None:
-    if value.get("datatype") != expected:
-        raise RequestError(f"input {value['name']!r} has datatype {shown(value.get('datatype'))}; expected {expected}")
-
-
 def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryview, size: Any) -> Array:
     """The input as a view of the body, or as a copy if its bytes are not aligned to the element size."""
     dtype = numpy_dtype(tensor.dtype)
@@ -310,55 +298,23 @@ def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryvi
     return array
 
 
-def has_texts(parsed: Fields, signature: ServedSignature) -> bool:
-    """True if a request has an input `text` or `context` that is not a tensor of the model."""
-    inputs = parsed.fields.get("inputs")
-    names = [value.get("name") for value in inputs if isinstance(value, dict)] if isinstance(inputs, list) else []
-    tensors = [tensor.name for tensor in signature.inputs]
-    return any(name in names and name not in tensors for name in (TEXT, CONTEXT))
-
-
-def text_request(parsed: Fields, outputs: Mapping[str, str]) -> InferRequest:
-    """Check the texts of a request. outputs: their names and datatypes. Raises RequestError."""
-
-    def reader_of(value: Mapping[str, Any]) -> Reader[tuple[str, ...]]:
-        name = value["name"]
-        if name not in (TEXT, CONTEXT):
-            raise RequestError(f"a request has texts or tensors; this one has {TEXT!r} and {shown(name)}")
-        check_datatype(value, "BYTES")
-        shape = checked_shape(name, value.get("shape"))
-        return (
-            lambda data: checked_texts(flat_elements(data, name, shape), name),
-            partial(strings_from_binary, name, shape[0]),
-        )
-
-    found = read_inputs(parsed, reader_of)
-    if TEXT not in found:
-        raise RequestError(f"the request has a {CONTEXT!r} and no {TEXT!r}, which is the question")
-    texts, pairs = found[TEXT], found.get(CONTEXT)
-    if pairs is not None and len(pairs) != len(texts):
-        raise RequestError(f"{len(texts)} texts have {len(pairs)} contexts; expected one for each text")
-    texts_of_pairs = tuple(zip(texts, pairs or (None,) * len(texts), strict=True))
-    wanted = wanted_from_fields(parsed, outputs)
-    return InferRequest(*wanted, texts=texts_of_pairs, parameters=parsed.parameters)
-
-
-def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
+def shape_of_texts(tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
+    """The shape of texts, [n] or [n, 1], in a request. Raises RequestError."""
+    given = f"input {tensor.name!r} has shape {shown(shape)}"
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        raise RequestError(f"input {name!r} has shape {shown(shape)}; expected a list of integers: [n] or [n, 1]")
+        raise RequestError(f"{given}; expected a list of integers: [n] or [n, 1]")
     if len(shape) not in (1, 2) or shape[0] < 1 or shape[1:] not in ([], [1]):
-        raise RequestError(f"input {name!r} has shape {shown(shape)}; expected [n] or [n, 1], for n texts")
-    if shape[0] > MAX_TEXTS:
-        raise RequestError(f"input {name!r} has {shape[0]} texts; expected at most {MAX_TEXTS}: send several requests")
+        raise RequestError(f"{given}; expected [n] or [n, 1], for n texts")
     return tuple(shape)
 
 
-def strings_from_binary(name: str, count: int, left: memoryview, size: Any) -> tuple[str, ...]:
+def strings_from_binary(tensor: TensorInfo, shape: tuple[int, ...], left: memoryview, size: Any) -> Array:
     """Strings in UTF-8, each after its size in four bytes, little-endian."""
+    name, count = tensor.name, shape[0]
     if type(size) is not int or not 0 <= size <= len(left):
         raise RequestError(f"input {name!r} has binary_data_size {shown(size)}; the body has {len(left)} bytes left")
     data = bytes(left[:size])
-    texts: list[str] = []
+    texts: list[bytes] = []
     offset = 0
     for index in range(count):
         (length,) = struct.unpack_from("<I", data, offset) if offset + 4 <= len(data) else (len(data),)
@@ -368,63 +324,36 @@ def strings_from_binary(name: str, count: int, left: memoryview, size: Any) -> t
                 f"binary data of input {name!r} ends within element {index}; expected {count} strings, each after its "
                 "size in four bytes, little-endian"
             )
-        texts.append(decoded(data[offset - length : offset], f"element {index} of {name!r}"))
+        texts.append(data[offset - length : offset])
     if offset != len(data):
         raise RequestError(f"binary data of input {name!r} has {len(data) - offset} bytes after its {count} strings")
-    return tuple(texts)
-
-
-def checked_texts(values: Sequence[Any], name: str) -> tuple[str, ...]:
-    """Raises RequestError for what is not a string, or is longer than any text that a server should tokenise."""
-    for index, value in enumerate(values):
-        if not isinstance(value, str):
-            raise RequestError(f"element {index} of {name!r} is {shown(value)}; expected a string")
-        if len(value) > MAX_TEXT_BYTES // 4 and len(value.encode()) > MAX_TEXT_BYTES:
-            raise RequestError(
-                f"element {index} of {name!r} has {len(value)} characters; expected at most {MAX_TEXT_BYTES} bytes: "
-                "split the text"
-            )
-    return tuple(values)
-
-
-def wanted_from_body(body: bytes, header: str | None, model: ServedModel) -> InferRequest:
-    """Read a request with tensors or with texts. header: see `fields_from_body`. Raises RequestError."""
-    parsed = fields_from_body(body, header)
-    if has_texts(parsed, model.signature):
-        return text_request(parsed, model.texts.outputs)
-    return infer_request(parsed, model.signature)
+    return objects(texts)
 
 
 # Where numbers are filled in. In JSON, this byte stands nowhere else.
 GAP = b"\0"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The body of an answer. header_length: size of its JSON if binary data follows, else None."""
-
-    body: bytes
-    header_length: int | None
-
-
 def answer_from_outputs(
-    wanted: InferRequest, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
-) -> Answer:
-    """outputs: arrays, or strings in UTF-8. Raises RequestError for NaN and infinity that would be sent as JSON."""
+    wanted: InferRequest, outputs: Mapping[str, Array], name: str, version: str
+) -> tuple[bytes, int | None]:
+    """The body of an answer, and the size of its JSON if binary data follows. outputs: texts are objects, in UTF-8.
+
+    Raises RequestError for NaN and infinity that would be sent as JSON.
+    """
     described: list[dict[str, Any]] = []
     binary: list[bytes | memoryview] = []
     numbers: list[list[bytes | memoryview]] = []
     for output, is_binary in wanted.outputs.items():
         value = outputs[output]
-        if isinstance(value, Sequence):
-            entry: dict[str, Any] = {"name": output, "datatype": "BYTES", "shape": [len(value)]}
-        else:
-            entry = {"name": output, "datatype": DTYPES[value.dtype.name].protocol, "shape": list(value.shape)}
+        is_text = value.dtype == object
+        datatype = protocol_type(STRING if is_text else value.dtype.name)
+        entry: dict[str, Any] = {"name": output, "datatype": datatype, "shape": list(value.shape)}
         if is_binary:
-            binary.append(sized_strings(value) if isinstance(value, Sequence) else bytes_of(value))
+            binary.append(sized_strings(value) if is_text else bytes_of(value))
             entry["parameters"] = {"binary_data_size": len(binary[-1])}
-        elif isinstance(value, Sequence):
-            entry["data"] = [text.decode() for text in value]
+        elif is_text:
+            entry["data"] = [text.decode() for text in value.flat]
         else:
             check_finite(output, value)
             entry["data"] = orjson.Fragment(GAP)
@@ -435,7 +364,7 @@ def answer_from_outputs(
         fields["id"] = wanted.id
     first, *others = orjson.dumps(fields).split(GAP)
     text = [first, *chain.from_iterable((*filled, after) for filled, after in zip(numbers, others, strict=True))]
-    return Answer(b"".join([*text, *binary]), sum(map(len, text)) if binary else None)
+    return b"".join([*text, *binary]), sum(map(len, text)) if binary else None
 
 
 def numbers_as_json(numbers: Array) -> list[bytes | memoryview]:
@@ -454,9 +383,9 @@ def bytes_of(array: Array) -> memoryview:
     return view
 
 
-def sized_strings(strings: Sequence[bytes]) -> bytes:
+def sized_strings(strings: Array) -> bytes:
     """BYTES as binary data: each string after its size in four bytes, little-endian."""
-    return b"".join(part for text in strings for part in (len(text).to_bytes(4, "little"), text))
+    return b"".join(part for text in strings.flat for part in (len(text).to_bytes(4, "little"), text))
 
 
 def check_finite(name: str, array: Array) -> None:

@@ -16,27 +16,28 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from effexport.base.errors import UserError
 from effexport.base.version import __version__
-from effexport.models.encoder.spec import EMBEDDING
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import UNAUTHORIZED, ClientGoneError, Refusal, RequestError, stopping
 from effexport.serving.engine.metrics import exposition
 from effexport.serving.engine.queue import Gone, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import ANSWER, TEXT_INPUT
-from effexport.serving.engine.texts import Stream, sampling_from_options
+from effexport.serving.engine.signature import TEXT_INPUT, text_of
+from effexport.serving.engine.texts import Stream
 from effexport.serving.http.bodies import (
     InferRequest,
     answer_from_outputs,
-    checked_texts,
     flag,
     id_of,
+    infer_request,
     json_length,
     parameters_of,
     parsed_object,
-    wanted_from_body,
 )
 from effexport.serving.http.service import ENCODINGS, Endpoint, Service, compressed, json_response, watched
+from effexport.tasks.sampling import sampling_from_options
+from effexport.tasks.task import TEXT_OPTIONS, options_from_parameters
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -128,38 +129,36 @@ async def infer(service: Service, request: Request) -> Response:
         model.batcher.refuse_if_full()
         async with service.body_of(request) as body:
             header = request.headers.get(HEADER_LENGTH)
-            wanted = await service.parsed(json_length(body, header), partial(wanted_from_body, body, header, model))
+            read = partial(infer_request, body, header, model.signature, lambda: model.texts.outputs)
+            wanted = await service.parsed(json_length(body, header), read)
             with watched(request.receive) as gone:
                 outputs = await outputs_from_wanted(wanted, model, gone, service)
-        size = sum(array.nbytes for array in outputs.values() if not isinstance(array, Sequence))
-        answer = await aside(size, partial(answer_from_outputs, wanted, outputs, model.name, model.version))
-        body, headers = answer.body, {}
-        if answer.header_length is not None:
-            headers["Inference-Header-Content-Length"] = str(answer.header_length)
+        size, headers = sum(array.nbytes for array in outputs.values()), {}
+        write = partial(answer_from_outputs, wanted, outputs, model.name, model.version)
+        body, header_length = await aside(size, write)
+        if header_length is not None:
+            headers["Inference-Header-Content-Length"] = str(header_length)
         # If a client lists several encodings (the default of most HTTP libraries), its answer is not compressed,
         # because compression takes longer than a run.
         encoding = request.headers.get("accept-encoding", "").strip().lower()
         if encoding in ENCODINGS:
             headers |= {"Content-Encoding": encoding, "Vary": "Accept-Encoding"}
             body = await aside(len(body), partial(compressed, body, encoding))
-        kind = "application/json" if answer.header_length is None else "application/octet-stream"
+        kind = "application/json" if header_length is None else "application/octet-stream"
         return Response(body, headers=headers, media_type=kind)
 
 
 async def outputs_from_wanted(
     wanted: InferRequest, model: ServedModel, gone: Gone, service: Service
-) -> Mapping[str, Array | Sequence[bytes]]:
+) -> Mapping[str, Array]:
     """Run a request. Raises as `infer`."""
     longest_s = model.settings.timeout_s
     timeout_s = min(longest_s, wanted.timeout_s or longest_s)
     if not wanted.texts:
         return await model.batcher.outputs(wanted.feeds, timeout_s, gone)
     waiting = Waiting(timeout_s, gone, service.text_memory)
-    answers = await model.texts.answers_of(wanted.texts, wanted.parameters, waiting)
-    outputs: dict[str, Array | Sequence[bytes]] = {ANSWER: [orjson.dumps(answer) for answer in answers]}
-    if model.texts.is_embedding:
-        outputs[EMBEDDING] = np.array([answer["embedding"] for answer in answers], np.float32)
-    return outputs
+    given = {name: wanted.parameters[name] for name in TEXT_OPTIONS if wanted.parameters.get(name) is not None}
+    return await model.texts.outputs_of(wanted.texts, wanted.outputs, options_from_parameters(given), waiting)
 
 
 def generate_request(body: bytes, *, streaming: bool) -> tuple[str, Sampling, str | None]:
@@ -170,17 +169,15 @@ def generate_request(body: bytes, *, streaming: bool) -> tuple[str, Sampling, st
     beside = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
     identifier, text, inside = id_of(beside), beside.pop(TEXT_INPUT, None), beside.pop("parameters", None)
     beside.pop("id", None)
-    if not isinstance(text, str):
-        given_text = "missing" if text is None else shown(text)
-        raise RequestError(f"{TEXT_INPUT} is {given_text}; expected the text to continue")
-    checked_texts([text], TEXT_INPUT)
+    if text is None:
+        raise RequestError(f"{TEXT_INPUT} is missing; expected the text to continue")
     if inside is not None and not isinstance(inside, dict):
         raise RequestError(f"parameters are {shown(inside)}; expected an object")
     sampling, stream = sampling_from_options((*beside.items(), *(inside or {}).items()))
     if stream not in (streaming, None):
         other = "generate" if streaming else "generate_stream"
         raise RequestError(f"stream is {shown(stream)}; send the request to …/{other}, or leave stream out")
-    return text, sampling, identifier
+    return text_of(text, TEXT_INPUT), sampling, identifier
 
 
 # Proxies that buffer would hold back the events; this header turns that off in the most common one.
@@ -340,8 +337,8 @@ def checked_inputs(given: Any) -> tuple[str | tuple[int, ...], ...]:
         raise FieldError("input", f"input has {len(given)} texts; expected at most {MAX_TEXTS}: send several requests")
     if isinstance(given[0], str):
         try:
-            return checked_texts(given, "input")
-        except RequestError as error:
+            return tuple(text_of(text, f"element {index} of input") for index, text in enumerate(given))
+        except UserError as error:
             raise FieldError("input", str(error)) from error
     if not isinstance(given[0], list):
         return (checked_tokens(given, "input"),)

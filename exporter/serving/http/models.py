@@ -29,12 +29,12 @@ from effexport.runners.artifact_runner import decoder_from_artifact, options_fro
 from effexport.runners.options import RunOptions
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.queue import Batcher, Padding, why_not_joined
+from effexport.serving.engine.queue import Batcher, Outputs, Padding, Waiting, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
 from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
-from effexport.tasks.task import Task, TextOptions
+from effexport.tasks.task import TOKENS, Task, TextOptions
 from effexport.tasks.tasks import tasks_from_artifact
 from effexport.tasks.text_generator import TextGenerator, generator_from_artifact, why_not_generated
 
@@ -80,12 +80,19 @@ class ServedModel:
         self._model = spec.model
         joins, padding = not self.why_not_joined, Padding.from_spec(spec)
         self.batcher = Batcher(runner.run, self.settings, self.metrics, joins=joins, padding=padding)
-        self._texts = tasks if isinstance(tasks, str) else Texts(tasks, self.batcher, self.signature)
+        # so many that the next batch waits while one runs, and other requests find room
+        at_once = max(1, min(2 * settings.max_batch, settings.queue_size // 2))
+        self._texts = tasks if isinstance(tasks, str) else Texts(tasks, self._run, settings.max_batch, at_once)
         self._generations: Generations | str = ""
         self._closed = False
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
+
+    async def _run(self, rows: Mapping[str, Array], waiting: Waiting) -> Outputs:
+        """The outputs of rows of a text. Raises as `Batcher.outputs`, and RequestError for rows that are too long."""
+        self.signature.check_size("seq", rows[TOKENS].shape[1])
+        return await self.batcher.outputs(self.signature.complete(rows), waiting.timeout_s, waiting.gone)
 
     @property
     def is_ready(self) -> bool:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.artifact import Artifact, open_artifact
+from effexport.artifact import open_artifact
 from effexport.base.errors import EffexportError, UserError
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.base.version import __version__
@@ -29,21 +29,22 @@ from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.runner import Closeable, checked_feeds, limits_from_spec, limits_of_runner
 from effexport.serving.engine.errors import refusal_of
-from effexport.serving.engine.queue import Outcome, Queued, first_batch, run_together
+from effexport.serving.engine.queue import Job, Outcome, Outputs, TextMemory, Waiting, first_batch, run_together, settle
+from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
 from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
     GENERATION,
     REQUEST_ID,
-    STREAM,
     TEXT,
     TEXT_INPUT,
-    decoded,
+    text_of,
+    texts_of_inputs,
 )
-from effexport.serving.engine.texts import Generations, options_from_parameters, sampling_from_options
-from effexport.tasks.sampling import ALIASES, Sampling
-from effexport.tasks.task import PreparedText, Task, joined_outputs
-from effexport.tasks.tasks import Embedding, tasks_from_artifact
+from effexport.serving.engine.texts import Generations, Texts
+from effexport.tasks.sampling import ALIASES, STREAM, Sampling, sampling_from_options
+from effexport.tasks.task import Task, TextOptions, options_from_parameters
+from effexport.tasks.tasks import tasks_from_artifact
 from effexport.tasks.text_generator import TextGenerator, generator_from_artifact
 
 if TYPE_CHECKING:
@@ -51,11 +52,10 @@ if TYPE_CHECKING:
     from effexport.tasks.text_generator import FinishReason, Session
 
 ARTIFACT = "artifact"
-# Windows of the texts of one request: the outputs of all of them are in memory until they are answered.
-MOST_WINDOWS = 256
+# Texts of a request whose outputs are in memory until they are answered.
+TEXTS_AT_ONCE = 256
 # Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.
 CANCEL_CHECK_SECONDS = 0.05
-TaskOf = Callable[[Mapping[str, Any]], Task]
 
 
 def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend: Any) -> Instance:
@@ -67,7 +67,10 @@ def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend:
     artifact = open_artifact(folder / ARTIFACT)
     settings = settings_of_instance(folder, arguments, config)
     if all(tensor["name"] != TEXT_INPUT for tensor in config["input"]):
-        return ModelInstance(artifact, settings, config, backend)
+        reads_text = any(tensor["name"] == TEXT for tensor in config["input"])
+        tasks = tasks_from_artifact(artifact) if reads_text else None
+        runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
+        return ModelInstance(runner, tasks, config["max_batch_size"], backend)
     limits, paths = limits_from_spec(artifact.spec), (artifact.decode_step_path, artifact.prefill_path)
     generator = generator_from_artifact(artifact, lambda _: decoder_in_ort(*paths, limits, settings))
     return GenerationInstance(generator, parameter(config, "sessions"), parameter(config, "max_queue") or None, backend)
@@ -105,37 +108,82 @@ def triton_code(error: Exception) -> str:
 
 
 class ModelInstance(Closeable):
-    """A model of tensors and texts. `execute` answers the requests of one batch of Triton."""
+    """A model of tensors and texts. `execute` answers the requests of one batch of Triton; a bad one spoils no other.
 
-    def __init__(self, artifact: Artifact, settings: RunOptions, config: Mapping[str, Any], backend: Any) -> None:
+    runner: closed with this. tasks: what answers texts; None for a model of tensors only. max_batch: rows that run
+    together, unless one request has more; 0 runs each request on its own, for models whose results depend on the rest
+    of the batch.
+    """
+
+    def __init__(
+        self, runner: OrtRunner, tasks: Callable[[TextOptions], Task] | None, max_batch: int, backend: Any = None
+    ) -> None:
+        self.runner = runner
+        self._max_batch = max_batch
         self._backend = backend
-        self.runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
-        reads_text = any(tensor["name"] == TEXT for tensor in config["input"])
-        self.task_of: TaskOf | None = None
-        if reads_text:
-            tasks = tasks_from_artifact(artifact)
-            self.task_of = lambda parameters: tasks(options_from_parameters(parameters))
-        # 0 if results may depend on the rest of the batch; requests then run one by one
-        self.max_batch = config["max_batch_size"]
+        self._texts = None if tasks is None else Texts(tasks, self._run, max(max_batch, 1), TEXTS_AT_ONCE)
+        self._vectors = next((tensor.dtype for tensor in runner.outputs if tensor.name == EMBEDDING), "float32")
+        self._loop = asyncio.new_event_loop()
+        self._memory = TextMemory(TEXT_CHARACTERS_IN_MEMORY)
+        self._waiting: list[Job] = []
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        given = [
-            TritonRequest(tensors_of_request(one), parameters_of_request(one), one.requested_output_names())
-            for one in requests
-        ]
-        return [self._response(answer) for answer in run_requests(self.runner, self.task_of, given, self.max_batch)]
+        async def answers() -> list[Any]:
+            return await asyncio.gather(*map(self._outputs, requests), return_exceptions=True)
+
+        return list(map(self._response, self._loop.run_until_complete(answers())))
 
     def _response(self, answer: Outcome) -> Any:
         if isinstance(answer, EffexportError):
             return self._backend.InferenceResponse(error=triton_error(self._backend, answer))
+        if isinstance(answer, BaseException):
+            raise answer
         tensors = [self._backend.Tensor(name, value) for name, value in answer.items()]
         return self._backend.InferenceResponse(tensors)
+
+    async def _outputs(self, request: Any) -> Mapping[str, Array]:
+        """The outputs of a request.
+
+        It has the tensors of the model, or `text`, bytes objects in UTF-8 of any shape, and an optional `context` of
+        the same shape. The output `answer` has the answer to each text as JSON; a model with the output `embedding`
+        also returns that, [texts, dim]; in float16 only if `answer` is not asked for, because Triton refuses float16
+        beside it in an answer as JSON.
+        """
+        tensors = tensors_of_request(request)
+        waiting = Waiting(math.inf, self._loop.create_future(), self._memory)
+        if self._texts is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
+            return await self._run(tensors, waiting)
+        options, texts = options_from_parameters(parameters_of_request(request)), texts_of_inputs(tensors)
+        wanted = set(request.requested_output_names())
+        if ANSWER in wanted and self._vectors == "float16":
+            wanted -= {EMBEDDING}
+        found = await self._texts.outputs_of(texts, wanted, options, waiting)
+        if ANSWER in found:
+            found[ANSWER] = found[ANSWER].reshape(tensors[TEXT].shape)
+        if EMBEDDING in found:
+            found[EMBEDDING] = found[EMBEDDING].astype(self._vectors)
+        return found
+
+    async def _run(self, feeds: Mapping[str, Array], waiting: Waiting) -> Outputs:
+        """The outputs of one run, which is shared with what the other requests and texts have ready."""
+        job = Job(checked_feeds(feeds, self.runner.inputs, self.runner.limits))
+        if not self._waiting:
+            self._loop.call_soon(self._run_waiting)
+        self._waiting.append(job)
+        return await job.answer
+
+    def _run_waiting(self) -> None:
+        while self._waiting:
+            batch = first_batch(self._waiting, lambda batch: sum(one.rows for one in batch) <= self._max_batch)
+            self._waiting = [one for one in self._waiting if one not in batch]
+            settle(batch, run_together(self.runner.run, batch))
 
     def __str__(self) -> str:
         ran = ", ".join(f"{op} as {what}" for op, what in self.runner.implementation.items())
         return f"effexport {__version__}, {ran or 'standard operators'}"
 
     def close(self) -> None:
+        self._loop.close()
         self.runner.close()
 
 
@@ -147,128 +195,6 @@ def parameters_of_request(request: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(request.parameters() or "{}")
     found.pop(REQUEST_ID, None)
     return found
-
-
-@dataclass(frozen=True)
-class TritonRequest:
-    """A request as Triton hands it over. tensors: by input; texts are bytes objects. outputs: those it asks for."""
-
-    tensors: Mapping[str, Array]
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    outputs: Sequence[str] = (ANSWER, EMBEDDING)
-
-
-def run_requests(
-    runner: OrtRunner, task_of: TaskOf | None, requests: Sequence[TritonRequest], max_batch: int
-) -> list[Outcome]:
-    """The outputs of each request, or its error. A bad request does not affect the others.
-
-    A request has the tensors of the model, or `text`, bytes objects in UTF-8 of any shape, and an optional `context`
-    of the same shape. The output `answer` has the answer to each text as JSON; a model with the output `embedding` also
-    returns that, [texts, dim]; in float16 only if `answer` is not asked for, because Triton refuses float16 beside it
-    in an answer as JSON. task_of: None for a model of tensors only. max_batch: see run_merged.
-    """
-    jobs = [job_from_request(task_of, request, max_batch) for request in requests]
-    answers = iter(run_merged(runner, [run for runs, _ in jobs for run in runs], max_batch))
-    return [answer([next(answers) for _ in runs]) for runs, answer in jobs]
-
-
-def job_from_request(
-    task_of: TaskOf | None, request: TritonRequest, max_batch: int
-) -> tuple[Sequence[Mapping[str, Array]], Callable[[Sequence[Outcome]], Outcome]]:
-    """The runs of a request with tensors or texts, none for one with an error; and what makes its answer of theirs."""
-    tensors = request.tensors
-    if task_of is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
-        return [tensors], lambda answers: answers[0]
-    try:
-        task = task_of(request.parameters)
-        prepared = prepared_texts(task, tensors)
-    except EffexportError as error:
-        refused = error
-        return [], lambda _: refused
-    # of each text, at most as many windows as the model takes together
-    runs = [one.rows(max(max_batch, 1)) for one in prepared]
-
-    def answer(answers: Sequence[Outcome]) -> Outcome:
-        left = iter(answers)
-        try:
-            joined = [joined_outputs([outputs_or_raise(next(left)) for _ in of_text]) for of_text in runs]
-            return answers_of_texts(task, prepared, joined, request)
-        except EffexportError as error:
-            return error
-
-    return [run for of_text in runs for run in of_text], answer
-
-
-def outputs_or_raise(answer: Outcome) -> Mapping[str, Array]:
-    if isinstance(answer, EffexportError):
-        raise answer
-    return answer
-
-
-def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[PreparedText]:
-    """Raises UserError unless a request has texts that can be answered, and a context for each of them or none."""
-    if TEXT not in tensors or tensors.keys() - {TEXT, CONTEXT}:
-        given = ", ".join(sorted(tensors)) or "no inputs"
-        raise UserError(f"the request has {given}; expected {TEXT}, with or without {CONTEXT}, or the model's tensors")
-    texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
-    if contexts is not None and contexts.shape != texts.shape:
-        raise UserError(
-            f"{TEXT} has the shape {list(texts.shape)} and {CONTEXT} {list(contexts.shape)}; expected a {CONTEXT} for "
-            f"each {TEXT}"
-        )
-    if not texts.size:
-        raise UserError(f"{TEXT} has the shape {list(texts.shape)}, which is empty; expected at least one text")
-    prepared = []
-    for i in range(texts.size):
-        try:
-            pair = None if contexts is None else decoded(contexts.flat[i], CONTEXT)
-            prepared.append(task.prepare(decoded(texts.flat[i], TEXT), pair))
-        except UserError as error:
-            raise error if texts.size == 1 else UserError(f"{TEXT} {i}: {error}") from error
-    windows = sum(len(one.windows) for one in prepared)
-    if windows > MOST_WINDOWS:
-        raise UserError(
-            f"the request has {windows} windows of tokens; expected at most {MOST_WINDOWS}: send less text in a request"
-        )
-    return prepared
-
-
-def answers_of_texts(
-    task: Task, prepared: Sequence[PreparedText], outputs: Sequence[Mapping[str, Array]], request: TritonRequest
-) -> dict[str, Array]:
-    """outputs: of the runs of each text."""
-    found: dict[str, Array] = {}
-    if ANSWER in request.outputs:
-        found[ANSWER] = np.empty(request.tensors[TEXT].shape, dtype=object)
-        for i, (one, of_text) in enumerate(zip(prepared, outputs, strict=True)):
-            found[ANSWER].flat[i] = json.dumps(task.answer(one, of_text), ensure_ascii=False).encode()
-    if EMBEDDING in request.outputs and isinstance(task, Embedding) and task.output == EMBEDDING:
-        dtype = outputs[0][EMBEDDING].dtype
-        if dtype != np.float16 or not found:
-            vectors = [task.vector(one, of_text) for one, of_text in zip(prepared, outputs, strict=True)]
-            found[EMBEDDING] = np.stack(vectors).astype(dtype)
-    return found
-
-
-def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], max_batch: int) -> list[Outcome]:
-    """The outputs of each request, or its error; those of one shape run together. A bad request spoils no other one.
-
-    max_batch: rows that run together, unless one request has more; 0 runs each request on its own, for models whose
-    results depend on the rest of the batch.
-    """
-    answers: dict[int, Outcome] = {}
-    waiting: dict[Queued, int] = {}
-    for i, request in enumerate(requests):
-        try:
-            waiting[Queued(checked_feeds(request, runner.inputs, runner.limits))] = i
-        except EffexportError as error:
-            answers[i] = error
-    while waiting:
-        batch = first_batch(list(waiting), lambda batch: sum(one.rows for one in batch) <= max_batch)
-        for one, outcome in zip(batch, run_together(runner.run, batch), strict=True):
-            answers[waiting.pop(one)] = outcome
-    return [answers[i] for i in range(len(requests))]
 
 
 def generation_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> tuple[str, Sampling, bool]:
@@ -284,7 +210,7 @@ def generation_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any
     sampling, in_pieces = sampling_from_options(options.items())
     if not isinstance(in_pieces, bool | None):
         raise UserError(f"{STREAM} is {in_pieces!r}; expected true or false")
-    return decoded(inputs[TEXT_INPUT][0], TEXT_INPUT), sampling, bool(in_pieces)
+    return text_of(inputs[TEXT_INPUT][0], TEXT_INPUT), sampling, bool(in_pieces)
 
 
 def number(array: Array) -> Any:

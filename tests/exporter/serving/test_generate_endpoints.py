@@ -117,7 +117,7 @@ def test_a_stream_whose_client_goes_is_dropped(server: ServerProcess) -> None:
         ("nobody/generate", {"text_input": "x"}, 404, "no model 'nobody'"),
         ("writer/generate", {"text_input": ""}, 400, "the prompt is empty; expected text to continue"),
         ("writer/generate_stream", {"text_input": "x" * 64}, 400, "this model has positions for 64: shorten"),
-        ("writer/generate", {"text_input": "x" * 300_000}, 400, "has 300000 characters; expected at most 262144 bytes"),
+        ("writer/generate", {"text_input": "x" * 300_000}, 400, "has 300000 bytes; expected at most 262144"),
         ("writer/generate_stream", {"text_input": "\ud800"}, 400, "the request is not JSON"),
     ],
 )

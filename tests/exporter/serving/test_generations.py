@@ -296,7 +296,7 @@ def test_of_a_crowd_with_long_prompts_no_more_are_read_than_may_be_continued(
         (b"{", "the request is not JSON"),
         (b"[]", "the request is []; expected a JSON object with text_input"),
         (b"{}", "text_input is missing; expected the text to continue"),
-        (b'{"text_input": 5}', "text_input is 5; expected the text to continue"),
+        (b'{"text_input": 5}', "text_input is 5; expected a string"),
         (b'{"text_input": "x", "id": 5}', "id is 5; expected a string"),
         (b'{"text_input": "x", "parameters": []}', "parameters are []; expected an object"),
         (b'{"text_input": "x", "max_token": 5}', "unknown parameter 'max_token'; did you mean 'max_tokens'?"),

@@ -15,7 +15,7 @@ from effexport.base.spec import BuildSpec
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import ServedSignature, signature_from_spec
-from effexport.serving.http.bodies import InferRequest, answer_from_outputs, fields_from_body, infer_request
+from effexport.serving.http.bodies import InferRequest, answer_from_outputs, infer_request
 
 pytestmark = pytest.mark.requires("serve")
 
@@ -40,7 +40,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 
 def request_from_body(body: bytes, header: str | None, signature: ServedSignature) -> InferRequest:
-    return infer_request(fields_from_body(body, header), signature)
+    return infer_request(body, header, signature, dict)
 
 
 def parsed(signature: ServedSignature, inputs: list[dict[str, Any]], **fields: Any) -> InferRequest:
@@ -214,8 +214,8 @@ def test_float32_survives_json_exactly(hidden_signature: Callable[[str], ServedS
     part = {"name": "hidden_states", "shape": list(values.shape), "datatype": "FP32", "data": values.ravel().tolist()}
     request = parsed(hidden_signature("fp32"), [part])
     assert request.feeds["hidden_states"].tobytes() == values.tobytes()
-    answer = answer_from_outputs(request, {"attended": values, "last_hidden_state": values}, "m", "1")
-    data = json.loads(answer.body)["outputs"][0]["data"]
+    body, _ = answer_from_outputs(request, {"attended": values, "last_hidden_state": values}, "m", "1")
+    data = json.loads(body)["outputs"][0]["data"]
     assert np.array(data, dtype=np.float32).tobytes() == values.tobytes()
 
 
