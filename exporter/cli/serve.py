@@ -7,15 +7,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from effexport.base.errors import MissingExtraError, UserError
 from effexport.base.formatting import counted, say
-from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, option, options_of
+from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, given, option, options_of
 from effexport.cli._console import implementation_text, stage_progress, stderr_console
 from effexport.cli._verbs import verb
 from effexport.options import DeviceOptions
 from effexport.serving.engine.settings import TOKEN_VARIABLE, ServingSettings
+from effexport.serving.http.ray_deployment import RAY, ReplicaSettings
 
 if TYPE_CHECKING:
     from effexport.serving.http.models import ServedModel, ServingTarget
@@ -24,7 +25,6 @@ SERVER_MODULES = ("starlette", "uvicorn", "httptools", "orjson", "prometheus_cli
 # Modules whose package has another name.
 PACKAGES = {"prometheus_client": "prometheus-client", "ray.serve": "ray[serve]"}
 LAST_PORT = 65535
-RAY = "On Ray Serve"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -40,16 +40,11 @@ class AddressOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(DeviceOptions, ServingSettings, AddressOptions):
+class ServeOptions(DeviceOptions, ServingSettings, ReplicaSettings, AddressOptions):
     """The options of `effexport serve`."""
 
     allow_load: Path | None = option(None, "Let clients load and unload artifacts in it.", metavar=A_FOLDER)
     ray: bool = option(False, "Deploy on Ray Serve with autoscaling replicas.", RAY)
-    address: str | None = option(None, "Of a cluster; default: this machine.", RAY, metavar="ADDRESS")
-    min_replicas: int | None = option(None, "Fewest replicas; default: 1.", RAY, metavar=A_NUMBER)
-    max_replicas: int | None = option(None, "Most replicas; default: 4.", RAY, metavar=A_NUMBER)
-    replica_cpus: float | None = option(None, "CPUs of a replica; default: 1.", RAY, metavar=A_NUMBER)
-    replica_gpus: float | None = option(None, "GPUs of a replica; default: 1 if it needs one.", RAY, metavar=A_NUMBER)
 
 
 @verb("serve", ServeOptions)
@@ -59,6 +54,7 @@ def serve_command(options: ServeOptions, as_json: bool) -> None:
     Each model has its own queue. Requests of similar length to one model run as one batch. When the server stops, it
     still answers accepted requests. With --json, it prints one object with its URL on stdout as soon as it is ready.
     """
+    from effexport.runners.artifact_runner import options_from_flags
     from effexport.serving.http.models import ServingTarget
 
     artifacts, names = options.artifacts, options.names
@@ -72,22 +68,17 @@ def serve_command(options: ServeOptions, as_json: bool) -> None:
             f"--name is given {counted(len(names), 'time')} for {counted(len(artifacts), 'artifact')}; expected one "
             "name for each artifact, in their order, or none"
         )
+    how = options_from_flags(options.runtime, implementation=options.implementation, device=options.device)
     targets = [
-        ServingTarget(artifact, name, options.runtime, options.implementation, settings, device=options.device)
+        ServingTarget(artifact, name, how, settings)
         for artifact, name in zip(artifacts, names or itertools.repeat(None), strict=False)
     ]
     if options.ray:
         serve_on_ray(targets, options, as_json=as_json)
         return
-    if replicas := replicas_of(options):
+    if replicas := given(options, ReplicaSettings):
         raise UserError(f"--{next(iter(replicas)).replace('_', '-')} only works with --ray")
     serve_here(targets, options, as_json=as_json)
-
-
-def replicas_of(options: ServeOptions) -> dict[str, Any]:
-    """The options of replicas that were given."""
-    names = ("address", "min_replicas", "max_replicas", "replica_cpus", "replica_gpus")
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def require(*modules: str, extra: str) -> None:
@@ -151,9 +142,9 @@ def serve_on_ray(targets: Sequence[ServingTarget], options: ServeOptions, *, as_
 
     require(*SERVER_MODULES, extra="serve")
     require("ray.serve", extra="serve-ray")
-    from effexport.serving.http.ray_deployment import ReplicaSettings, deploy_until_stopped
+    from effexport.serving.http.ray_deployment import deploy_until_stopped
 
-    target, address = targets[0], options.address
+    address = options.address
     console = stderr_console()
 
     def on_ready(url: str, name: str) -> None:
@@ -162,9 +153,7 @@ def serve_on_ray(targets: Sequence[ServingTarget], options: ServeOptions, *, as_
         if as_json:
             print_json(json_of_server(url, [name]))
 
-    replicas = {name.removeprefix("replica_"): value for name, value in replicas_of(options).items()}
-    settings = ReplicaSettings.from_options(replicas, target.runtime)
-    deploy_until_stopped(target, settings, options.host, options.port, on_ready)
+    deploy_until_stopped(targets[0], options, options.host, options.port, on_ready)
     if not address:
         say(console, "stopped")
 

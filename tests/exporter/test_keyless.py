@@ -22,6 +22,7 @@ import effexport
 from effexport.artifact import Artifact
 from effexport.base.errors import EffexportError, UserError
 from effexport.keyless import IdentityOptions, KeylessSigner
+from effexport.runners.options import RunOptions
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServingTarget
 from effexport.signature import SIGNATURE, VERDICT, _payload, _statement, check_identity
@@ -91,7 +92,7 @@ def test_an_identity_signs_and_is_verified_offline(
     assert result.code == 0, result.err
     assert f"{ours}: 7 files as {WORKFLOW} signed them" in result.out.splitlines()
     settings = ServingSettings(**by(signed, WORKFLOW))
-    assert ServingTarget(ours, None, "ort", "auto", settings).checked()[1] == "ours"
+    assert ServingTarget(ours, None, RunOptions(), settings).checked()[1] == "ours"
 
 
 @pytest.mark.requires("model-signing")
@@ -237,7 +238,7 @@ def test_what_the_identity_did_not_sign_is_refused_before_it_is_read(
             with pytest.raises(UserError, match=message):
                 effexport.verify(attacked, **by(signed))
             with pytest.raises(UserError, match=message):
-                ServingTarget(attacked, None, "ort", "auto", settings).checked()
+                ServingTarget(attacked, None, RunOptions(), settings).checked()
         shutil.rmtree(attacked)
     assert check_identity(signed / "ours", settings) is not None
 

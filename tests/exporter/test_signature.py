@@ -19,6 +19,7 @@ from effexport import signature
 from effexport.artifact import Artifact
 from effexport.base.errors import UserError
 from effexport.keyless import IdentityOptions
+from effexport.runners.options import RunOptions
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServingTarget
 from effexport.signature import SIGNATURE, VERDICT, Signed, check_identity
@@ -211,7 +212,7 @@ def test_what_its_owner_did_not_sign_is_refused_before_it_is_read(
         effexport.verify(signed, identity=keys / "ours.pub")
     settings = ServingSettings(identity=keys / "ours.pub")
     with pytest.raises(UserError, match=message):
-        ServingTarget(signed, None, "ort", "auto", settings).checked()
+        ServingTarget(signed, None, RunOptions(), settings).checked()
 
 
 def test_a_verdict_on_another_model_is_refused(

@@ -5,8 +5,8 @@ the model repository), and OpenAI's API as far as a server of encoders has it (e
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from effexport.base.errors import UserError
 from effexport.base.version import __version__
@@ -242,45 +242,37 @@ class Text:
         return answer
 
 
-class EventStream(Response):
-    """The events of a text. The text ends with the response, however that ends."""
+class EventStream(StreamingResponse):
+    """The events of a text. The text ends with the response, however that ends, even before it begins."""
 
     media_type = "text/event-stream"
 
     def __init__(self, text: Text, first: list[Piece], until_end: ExitStack) -> None:
-        super().__init__(headers=EVENT_HEADERS)
-        del self.headers["content-length"]
-        self._text = text
-        self._first = first
+        super().__init__(events_of(text, first), headers=EVENT_HEADERS)
         self._until_end = until_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._until_end:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                await self._send_events(send)
-            except ClientGoneError:
-                return
-            except RequestError as error:
-                await send_event(send, {"error": str(error)})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with self._until_end, suppress(ClientGoneError):
+            await super().__call__(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> None:
-        pieces = self._first
+
+async def events_of(text: Text, pieces: list[Piece]) -> AsyncIterator[bytes]:
+    """Server-sent events with all pieces of a text, and an error that ends it early."""
+    try:
         while True:
             # the text of a token that ends inside a character comes with a later token
             if pieces[-1].finish_reason is not None or any(piece.text for piece in pieces):
-                await send_event(send, self._text.answer(pieces))
+                yield event(text.answer(pieces))
                 if pieces[-1].finish_reason is not None:
                     return
                 pieces = []
-            pieces = [*pieces, *await self._text.stream.pieces()]
+            pieces = [*pieces, *await text.stream.pieces()]
+    except RequestError as error:
+        yield event({"error": str(error)})
 
 
-async def send_event(send: Send, fields: Mapping[str, Any]) -> None:
-    """Send a server-sent event."""
-    body = b"data: " + orjson.dumps(fields) + b"\n\n"
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+def event(fields: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
 
 
 EMBEDDING_FIELDS = ("model", "input", "encoding_format", "dimensions", "user")

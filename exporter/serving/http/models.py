@@ -25,7 +25,7 @@ from effexport.base.runtimes import RUNTIMES, engine_name
 from effexport.base.spec import MASK_NAME, is_optional
 from effexport.models.validation import shown
 from effexport.proof.check import Kind
-from effexport.runners.artifact_runner import decoder_from_artifact, options_from_flags, runner_from_artifact
+from effexport.runners.artifact_runner import decoder_from_artifact, runner_from_artifact
 from effexport.runners.options import RunOptions
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.metrics import Metrics
@@ -342,36 +342,22 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class ServingTarget:
-    """An artifact to serve. name: None for the name of its folder. runtime, implementation, device: as in
-    `effexport run`.
-
-    threads: of the runtime; None: its default, or what concurrent runs leave of the cores.
-    """
+    """An artifact to serve. name: None for the name of its folder. options: of its runtime; without threads, each run
+    has those that concurrent runs leave of the cores."""
 
     artifact: Path
     name: str | None
-    runtime: str
-    implementation: str
+    options: RunOptions
     settings: ServingSettings
-    threads: int | None = None
-    device: int = 0
 
-    @property
-    def options(self) -> RunOptions:
-        """Raises UserError as `options_from_flags` does."""
-        runs = self.resolved.concurrent_runs or 1
+    def resolved(self) -> ServingTarget:
+        """With what depends on this machine: the limits of runs, and their threads."""
+        cores = self.options.threads or usable_cores()
+        settings = self.settings.resolved(RUNTIMES[self.options.runtime], cores)
+        runs = settings.concurrent_runs or 1
         # a run also computes in the thread that started it, so all runs together use every core
-        threads = self.threads if runs == 1 else max(1, self.cores - runs + 1)
-        return options_from_flags(self.runtime, implementation=self.implementation, device=self.device, threads=threads)
-
-    @property
-    def cores(self) -> int:
-        return self.threads or usable_cores()
-
-    @property
-    def resolved(self) -> ServingSettings:
-        """The settings for this runtime on this machine."""
-        return self.settings.resolved(RUNTIMES[self.runtime], self.cores)
+        options = self.options if runs == 1 else replace(self.options, threads=max(1, cores - runs + 1))
+        return replace(self, options=options, settings=settings)
 
     def load(self) -> ServedModel:
         """Open the artifact and warm it up in this process.
@@ -379,25 +365,26 @@ class ServingTarget:
         Raises UserError if it cannot be served, or takes more memory than the server may.
         """
         artifact, name = self.checked()
-        check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
+        options, settings = self.resolved().options, self.resolved().settings
+        check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, options.runtime))
         tasks = made_or_why(tasks_from_artifact, artifact, name, EffexportError)
-        runner = runner_from_artifact(artifact, self.options)
-        model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], tasks)
+        runner = runner_from_artifact(artifact, options)
+        model = ServedModel(runner, artifact, name, settings, RUNTIMES[options.runtime], tasks)
+
+        def generator(artifact: Artifact) -> TextGenerator:
+            return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, options))
+
         try:
             model.warm_up()
-            model.serve_generation(made_or_why(self.generator, artifact, name))
+            model.serve_generation(made_or_why(generator, artifact, name))
             check_memory(name, self.settings.max_memory_bytes)
         except BaseException:
             model.close()
             raise
         return model
 
-    def generator(self, artifact: Artifact) -> TextGenerator:
-        return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.options))
-
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
-        options_from_flags(self.runtime, implementation=self.implementation, device=self.device)
         check_identity(self.artifact, self.settings)
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
@@ -446,7 +433,7 @@ def repository_from_targets(
     models: list[ServedModel] = []
     try:
         for target in targets:
-            on_stage(f"loading {target.artifact} for {target.runtime}")
+            on_stage(f"loading {target.artifact} for {target.options.runtime}")
             models.append(target.load())
     except BaseException:
         for model in models:

@@ -6,11 +6,12 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from effexport.base.errors import EffexportError, UserError
+from effexport.base.option_fields import A_NUMBER, Options, option
 from effexport.base.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
@@ -20,33 +21,34 @@ if TYPE_CHECKING:
 START_ATTEMPTS = 3
 
 
+RAY = "On Ray Serve"
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReplicaSettings:
-    """Number and resources of the replicas. address: of a cluster; None: Ray on this machine.
+class ReplicaSettings(Options):
+    """Number and resources of the replicas. replica_cpus: also the threads of ONNX Runtime."""
 
-    gpus: per replica, may be a fraction. cpus: per replica, also the threads of ONNX Runtime.
-    """
-
-    address: str | None = None
-    min_replicas: int = 1
-    max_replicas: int = 4
-    cpus: float = 1.0
-    gpus: float = 0.0
+    address: str | None = option(None, "Of a cluster; default: this machine.", RAY, metavar="ADDRESS")
+    min_replicas: int = option(1, "Fewest replicas.", RAY, metavar=A_NUMBER)
+    max_replicas: int = option(4, "Most replicas.", RAY, metavar=A_NUMBER)
+    replica_cpus: float = option(1.0, "CPUs of a replica.", RAY, metavar=A_NUMBER)
+    replica_gpus: float | None = option(None, "GPUs of a replica; default: 1 if it needs one.", RAY, metavar=A_NUMBER)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise UserError(
                 f"--min-replicas is {self.min_replicas} and --max-replicas {self.max_replicas}; expected 1 or "
                 "more, and a maximum that is not smaller"
             )
-        for option, value, low in (("--replica-cpus", self.cpus, 0.1), ("--replica-gpus", self.gpus, 0.0)):
+        for name, value, low in (("cpus", self.replica_cpus, 0.1), ("gpus", self.replica_gpus or 0.0, 0.0)):
             if not low <= value < math.inf:
-                raise UserError(f"{option} is {value:g}; expected at least {low:g}")
+                raise UserError(f"--replica-{name} is {value:g}; expected at least {low:g}")
 
-    @classmethod
-    def from_options(cls, given: Mapping[str, Any], runtime: str) -> ReplicaSettings:
-        """given: the options that were set. A GPU runtime gets a whole GPU per replica by default."""
-        return cls(**{"gpus": 1.0 if RUNTIMES[runtime].device == "cuda" else 0.0, **given})
+    def gpus(self, runtime: str) -> float:
+        """GPUs of a replica: a whole one by default if the runtime needs one."""
+        needed = 1.0 if RUNTIMES[runtime].device == "cuda" else 0.0
+        return needed if self.replica_gpus is None else self.replica_gpus
 
 
 def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
@@ -54,8 +56,8 @@ def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
     from ray import serve
 
     settings = target.settings.absolute()
-    threads = max(1, int(replicas.cpus))
-    target = replace(target, artifact=target.artifact.resolve(), settings=settings, threads=threads)
+    options = replace(target.options, threads=max(1, int(replicas.replica_cpus)))
+    target = replace(target, artifact=target.artifact.resolve(), settings=settings, options=options)
 
     def build_app() -> Any:
         from effexport.serving.http.models import ModelRepository
@@ -73,7 +75,7 @@ def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
             # one batch running and one waiting; beyond that, another replica helps
             "target_ongoing_requests": 2 * settings.max_batch,
         },
-        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
+        ray_actor_options={"num_cpus": replicas.replica_cpus, "num_gpus": replicas.gpus(options.runtime)},
         # a replica answers accepted requests before it stops
         graceful_shutdown_timeout_s=settings.timeout_s,
     )

@@ -147,7 +147,7 @@ async def sent(stream: Any) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         stack.callback(stream.close)
         response = EventStream(text, await stream.pieces(), stack.pop_all())
-    await response({}, None, send)  # type: ignore[arg-type]
+    await response({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send)  # type: ignore[arg-type]
     return messages
 
 

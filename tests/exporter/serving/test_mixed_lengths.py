@@ -14,10 +14,10 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.base.environment import usable_cores
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
 from effexport.proof.tolerances import arithmetic_limit
+from effexport.runners.options import RunOptions
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Padding
 from effexport.serving.engine.settings import ServingSettings
@@ -130,9 +130,11 @@ def test_lengths_are_mixed_only_if_the_report_has_shown_that_it_changes_nothing(
 def test_concurrent_runs_share_the_cores_and_a_run_has_tokens_for_each(
     runtime: str, cores: int, given: dict[str, int], runs: int, threads: int, tokens: int | None
 ) -> None:
-    target = ServingTarget(Path("a"), None, runtime, "auto", ServingSettings(**given), cores)
-    found = target.resolved
-    assert (found.concurrent_runs, target.options.threads, found.max_run_tokens) == (runs, threads, tokens)
+    on_cores = RunOptions(runtime=runtime, threads=cores)
+    target = ServingTarget(Path("a"), None, on_cores, ServingSettings(**given))
+    found = target.resolved()
+    assert (found.settings.concurrent_runs, found.settings.max_run_tokens) == (runs, tokens)
+    assert found.options.threads == threads
     # without a number of threads, those of the machine; a run that has all of them leaves the number to the runtime
-    alone = replace(target, threads=None, settings=ServingSettings(concurrent_runs=1))
-    assert (alone.cores, alone.options.threads) == (usable_cores(), None)
+    alone = replace(target, options=RunOptions(runtime=runtime), settings=ServingSettings(concurrent_runs=1))
+    assert alone.resolved().options.threads is None

@@ -94,8 +94,8 @@ def test_options_that_cannot_work_are_refused_before_ray_starts(
 def test_a_runtime_on_a_gpu_gets_one_for_each_replica() -> None:
     from effexport.serving.http.ray_deployment import ReplicaSettings
 
-    assert ReplicaSettings.from_options({}, "ort-cuda").gpus == 1.0
-    assert ReplicaSettings.from_options({"gpus": 0.25}, "trt-rtx").gpus == 0.25
-    assert ReplicaSettings.from_options({}, "ort").gpus == 0.0
+    assert ReplicaSettings().gpus("ort-cuda") == 1.0
+    assert ReplicaSettings(replica_gpus=0.25).gpus("trt-rtx") == 0.25
+    assert ReplicaSettings().gpus("ort") == 0.0
     with pytest.raises(UserError, match="--replica-gpus"):
-        ReplicaSettings.from_options({"gpus": -1.0}, "ort")
+        ReplicaSettings(replica_gpus=-1.0)

@@ -27,6 +27,7 @@ from serving_load import (
 import effexport
 from effexport.artifact import Artifact
 from effexport.base.errors import RuntimeFailedError, UserError
+from effexport.runners.options import RunOptions
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.serving.http.models import ServedModel, ServingTarget
 
@@ -182,7 +183,7 @@ def test_memory_is_bounded_for_all_models_together(cli: Callable[..., Any], arti
 
     # the process before and after loading: only the weights' size, and only the first run, show that it is too much
     weights = (artifact.path / "model.onnx").stat().st_size
-    target = ServingTarget(artifact.path, "small", "ort", "auto", ServingSettings(max_memory_bytes=10**9))
+    target = ServingTarget(artifact.path, "small", RunOptions(), ServingSettings(max_memory_bytes=10**9))
     for resident, words in (([10**9 - weights + 1], "with the"), ([0, 10**9 + 1], "with small loaded")):
         threads = threading.active_count()
         with (
@@ -204,7 +205,7 @@ def test_a_model_of_any_length_is_not_warmed_up_at_whatever_length_its_manifest_
     (folder / "report.json").write_text(json.dumps(report))
     rewrite_manifest(folder)
     lengths = []
-    target = ServingTarget(folder, "small", "ort", "auto", ServingSettings())
+    target = ServingTarget(folder, "small", RunOptions(), ServingSettings())
     example_feeds = ServedModel.example_feeds
     with mock.patch.object(ServedModel, "example_feeds", autospec=True) as made:
         made.side_effect = lambda model, rows, length: (lengths.append(length), example_feeds(model, rows, 8))[1]
@@ -213,7 +214,7 @@ def test_a_model_of_any_length_is_not_warmed_up_at_whatever_length_its_manifest_
 
 
 def test_a_warm_up_without_the_memory_for_it_is_one_error(artifact: Artifact) -> None:
-    target = ServingTarget(artifact.path, "small", "ort", "auto", ServingSettings())
+    target = ServingTarget(artifact.path, "small", RunOptions(), ServingSettings())
     with (
         mock.patch.object(ServedModel, "example_feeds", side_effect=MemoryError),
         pytest.raises(RuntimeFailedError, match=r"small cannot run with \d+ tokens here: there is not enough memory"),
