@@ -131,7 +131,7 @@ async def paced(times: Sequence[float], curve: Curve) -> tuple[list[float], int,
         for offset in times:
             await asyncio.sleep(max(0.0, begin + offset - time.perf_counter()))
             try:
-                job = batcher.submit({"x": row}, 600.0)
+                job = batcher.submit({"x": row})
             except RequestError:
                 refused += 1
             else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -125,17 +124,16 @@ THREAD_BYTES = 64 << 10
 
 class Job:
     """A waiting request. rows, length, key: whether it may share a run, as in `first_batch`. length: in tokens; 0 if no
-    input has an axis of tokens. Times are from time.perf_counter."""
+    input has an axis of tokens. enqueued: from time.perf_counter."""
 
     started = False
 
-    def __init__(self, feeds: Mapping[str, Array], timeout_s: float = math.inf, padding: Padding = NO_PADDING) -> None:
+    def __init__(self, feeds: Mapping[str, Array], padding: Padding = NO_PADDING) -> None:
         self.feeds = feeds
         self.rows = rows_of(feeds)
         self.length = padding.length_of(feeds)
         self.key = joining_key(feeds, padding)
         self.enqueued = time.perf_counter()
-        self.deadline = self.enqueued + timeout_s
         self.answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
 
     async def first_of(self, gone: Gone, timeout_s: float) -> Outputs:
@@ -181,19 +179,15 @@ class Queue(Closeable, Generic[Item]):
         for thread in self._threads:
             thread.start()
 
-    def _check_room(self) -> None:
-        """Raises RequestError if no more may wait."""
-
     @property
     def is_alive(self) -> bool:
         return all(thread.is_alive() for thread in self._threads)
 
     def add(self, item: Item) -> None:
-        """Let an item wait. Raises RequestError if too many wait, or the server is stopping."""
+        """Let an item wait. Raises RequestError if the server is stopping."""
         with self._changed:
             if self._closing:
                 raise stopping()
-            self._check_room()
             self._waiting.append(item)
             # all, because the one that wakes up may only wait for others to join the oldest item
             self._changed.notify_all()
@@ -235,11 +229,10 @@ class Batcher(Queue[Job]):
         if len(self._waiting) >= self.settings.queue_size:
             raise RequestError(f"{self.settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
 
-    _check_room = refuse_if_full
-
-    def submit(self, feeds: Mapping[str, Array], timeout_s: float) -> Job:
-        """Queue a request; called by one event loop. Raises as `add`."""
-        job = Job(feeds, timeout_s, self._padding)
+    def submit(self, feeds: Mapping[str, Array]) -> Job:
+        """Queue a request; called by one event loop, so that no other one takes its place. Raises RequestError."""
+        self.refuse_if_full()
+        job = Job(feeds, self._padding)
         self.add(job)
         return job
 
@@ -248,7 +241,7 @@ class Batcher(Queue[Job]):
 
         Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.
         """
-        job = self.submit(feeds, timeout_s)
+        job = self.submit(feeds)
         try:
             return await job.first_of(gone, timeout_s)
         finally:
@@ -276,7 +269,6 @@ class Batcher(Queue[Job]):
         """The oldest job and the jobs that may join it; empty when the server stops."""
         with self._changed:
             while True:
-                self._drop_late()
                 if self._waiting:
                     batch = first_batch(self._waiting, self._fits)
                     if not self._is_worth_waiting(batch):
@@ -309,14 +301,6 @@ class Batcher(Queue[Job]):
         """True if requests may share a run of this size."""
         tokens = self.settings.max_run_tokens
         return rows <= self.settings.max_batch and (tokens is None or rows * length <= tokens)
-
-    def _drop_late(self) -> None:
-        """Remove jobs that waited too long."""
-        now = time.perf_counter()
-        late = [job for job in self._waiting if job.deadline < now]
-        for job in late:
-            self._waiting.remove(job)
-        deliver(late, [waited_too_long() for _ in late])
 
     def _outcomes(self, batch: Sequence[Job]) -> list[Outcome]:
         """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
@@ -368,9 +352,8 @@ def deliver(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
     """Hand outcomes to the event loop in one call: for each, the threads would take turns, which costs as much again
     as all the rest of a small request. If the loop has ended, nobody waits for them."""
 
-    if jobs:
-        with contextlib.suppress(RuntimeError):
-            jobs[0].answer.get_loop().call_soon_threadsafe(settle, jobs, outcomes)
+    with contextlib.suppress(RuntimeError):
+        jobs[0].answer.get_loop().call_soon_threadsafe(settle, jobs, outcomes)
 
 
 def settle(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:

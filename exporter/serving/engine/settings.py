@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,20 @@ DEFAULT_MAX_SEQ_LEN = 16384
 BODIES_IN_MEMORY = 4
 # Tokens that keep a core busy: beyond it, a token in a larger run was measured to cost no less.
 RUN_TOKENS_PER_CORE = 256
+
+# Of a model: valid as a folder name, in a URL, and in the command line that starts Triton's Python processes.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def checked_name(name: str) -> str:
+    """Raises UserError for what cannot be the name of a model."""
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"the model's name is {name[:160]!r}; expected at most 128 letters, digits, '.', '_' and '-', the first a "
+            "letter or digit: choose one with --name"
+        )
+    return name
+
 
 # Each is a thread.
 MOST_CONCURRENT_RUNS = 256

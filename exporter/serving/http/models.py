@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from effexport.runners.options import RunOptions
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Outputs, Padding, Waiting, why_not_joined
-from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
+from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, NAME, ServingSettings, checked_name
 from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
 from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
@@ -337,7 +336,6 @@ def check_names(names: Sequence[str]) -> None:
 
 
 Made = TypeVar("Made")
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -405,7 +403,7 @@ class LoadableModels:
     def names(self) -> list[str]:
         """The models that can be loaded."""
         found = sorted(path.parent.name for path in self.folder.glob(f"*/{MANIFEST}"))
-        return list(dict.fromkeys([*self.started, *(name for name in found if NAME_PATTERN.fullmatch(name))]))
+        return list(dict.fromkeys([*self.started, *(name for name in found if NAME.fullmatch(name))]))
 
     def target(self, name: str) -> ServingTarget:
         """Raises UserError for a name that does not stay in the folder, or is not there."""
@@ -451,16 +449,6 @@ def made_or_why(
         return make(artifact)
     except error as reason:
         return str(reason).replace(str(artifact.path), name)
-
-
-def checked_name(name: str) -> str:
-    """Raises UserError for a name that does not fit into a URL."""
-    if not NAME_PATTERN.fullmatch(name):
-        raise UserError(
-            f"the model's name is {name[:160]!r}; expected at most 128 letters, digits, '.', '_' and '-', the first a "
-            "letter or digit: choose one with --name"
-        )
-    return name
 
 
 def model_bytes(artifact: Artifact, runtime: str) -> int:

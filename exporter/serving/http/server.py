@@ -4,15 +4,14 @@ shutdown that loses no request."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import signal
 import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -356,19 +355,10 @@ class Server(uvicorn.Server):
         await asyncio.sleep(DRAIN_S)
         await super().shutdown(sockets)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals as uvicorn does, but do not raise them again at the end: a requested stop is a success."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in signals}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's, which would raise the signal again at the end; but a requested stop is a success."""
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit = True
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

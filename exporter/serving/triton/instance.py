@@ -28,7 +28,7 @@ from effexport.plugins.ops import OPS
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
 from effexport.runners.runner import Closeable, checked_feeds, limits_from_spec, limits_of_runner
-from effexport.serving.engine.errors import refusal_of
+from effexport.serving.engine.errors import ClientGoneError, refusal_of
 from effexport.serving.engine.queue import Job, Outcome, Outputs, TextMemory, Waiting, first_batch, run_together, settle
 from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
 from effexport.serving.engine.signature import (
@@ -41,7 +41,7 @@ from effexport.serving.engine.signature import (
     text_of,
     texts_of_inputs,
 )
-from effexport.serving.engine.texts import Generations, Texts
+from effexport.serving.engine.texts import Generations, Stream, Texts
 from effexport.tasks.sampling import ALIASES, STREAM, Sampling, sampling_from_options
 from effexport.tasks.task import Task, TextOptions, options_from_parameters
 from effexport.tasks.tasks import tasks_from_artifact
@@ -97,13 +97,16 @@ def parameter(config: Mapping[str, Any], name: str) -> int:
     return int(config["parameters"][name]["string_value"])
 
 
-def triton_error(backend: Any, error: Exception) -> Any:
-    """`infer` over HTTP has the status 400, 503 or 500 for the codes, `generate` always 400."""
-    return backend.TritonError(str(error), getattr(backend.TritonError, triton_code(error)))
+def error_response(backend: Any, error: Exception) -> Any:
+    """The response with an error. `infer` over HTTP has the status of its code, `generate` always 400."""
+    code = getattr(backend.TritonError, triton_code(error))
+    return backend.InferenceResponse(error=backend.TritonError(str(error), code))
 
 
 def triton_code(error: Exception) -> str:
     """The name of an error's code in Triton's Python backend."""
+    if isinstance(error, ClientGoneError):
+        return "CANCELLED"
     return {500: "INTERNAL", 503: "UNAVAILABLE"}.get(refusal_of(error).status, "INVALID_ARG")
 
 
@@ -135,7 +138,7 @@ class ModelInstance(Closeable):
 
     def _response(self, answer: Outcome) -> Any:
         if isinstance(answer, EffexportError):
-            return self._backend.InferenceResponse(error=triton_error(self._backend, answer))
+            return error_response(self._backend, answer)
         if isinstance(answer, BaseException):
             raise answer
         tensors = [self._backend.Tensor(name, value) for name, value in answer.items()]
@@ -238,14 +241,7 @@ class Reply:
 
     def fail(self, error: Exception) -> None:
         """Send an error in place of more text."""
-        self._send(self._backend.InferenceResponse(error=triton_error(self._backend, error)), last=True)
-
-    def cancel(self, session: Session) -> None:
-        """End without more text, because the client has gone."""
-        message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
-        self._backend.Logger.log_info(message)
-        cancelled = self._backend.TritonError(message, self._backend.TritonError.CANCELLED)
-        self._send(self._backend.InferenceResponse(error=cancelled), last=True)
+        self._send(error_response(self._backend, error), last=True)
 
     def is_cancelled(self) -> bool:
         """True if the client has gone."""
@@ -290,28 +286,29 @@ class GenerationInstance(Closeable):
     async def _answer(self, prompt: str, sampling: Sampling, in_pieces: bool, reply: Reply) -> None:
         try:
             stream = await self._generations.submit(prompt, sampling)
-        except EffexportError as error:
+            # what `send` raises for a connection that has gone, which the server does not say, ends the text as well
+            with contextlib.closing(stream):
+                await self._send_pieces(stream, in_pieces, reply)
+        except (EffexportError, ClientGoneError) as error:
             reply.fail(error)
-            return
-        # what `send` raises for a connection that has gone, which the server does not say, ends the text as well
-        with contextlib.closing(stream):
-            text, next_check, reason = "", 0.0, None
-            while reason is None:
-                try:
-                    pieces = await stream.pieces()
-                except EffexportError as error:
-                    reply.fail(error)
-                    return
-                if time.monotonic() >= next_check:
-                    if reply.is_cancelled():
-                        reply.cancel(stream.session)
-                        return
-                    next_check = time.monotonic() + CANCEL_CHECK_SECONDS
-                text += "".join(piece.text for piece in pieces)
-                reason = pieces[-1].finish_reason
-                if reason is not None or (in_pieces and text):
-                    reply.send(text, stream.session, reason)
-                    text = ""
+
+    async def _send_pieces(self, stream: Stream, in_pieces: bool, reply: Reply) -> None:
+        """Raises ClientGoneError if the server says so, and as `Stream.pieces`."""
+        text, next_check, reason = "", 0.0, None
+        while reason is None:
+            pieces = await stream.pieces()
+            if time.monotonic() >= next_check:
+                if reply.is_cancelled():
+                    session = stream.session
+                    message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
+                    self._backend.Logger.log_info(message)
+                    raise ClientGoneError(message)
+                next_check = time.monotonic() + CANCEL_CHECK_SECONDS
+            text += "".join(piece.text for piece in pieces)
+            reason = pieces[-1].finish_reason
+            if reason is not None or (in_pieces and text):
+                reply.send(text, stream.session, reason)
+                text = ""
 
     def close(self) -> None:
         self._generations.close()

@@ -9,16 +9,15 @@ from typing import Literal, get_args
 
 from effexport.base.errors import UserError
 from effexport.base.option_fields import A_NUMBER, Option, Options, option
-from effexport.models.validation import SpecError, require
+from effexport.models.validation import require
 from effexport.runners.options import IMPLEMENTATIONS
+from effexport.serving.engine.settings import checked_name
 
 # Triton's backends that can run an artifact, in order of preference.
 BackendName = Literal["onnxruntime", "python", "tensorrt"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 # What a Python model imports in the server, besides NumPy.
 PackageName = Literal["msgspec", "onnx", "onnxruntime", "tokenizers"]
-# Valid as a folder name, in a URL, and in the command line that starts Triton's Python processes.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 # Means the same in YAML, in a volume of Docker, in a shell and in a configuration of Triton.
 SERVER_PATH = re.compile(r"/[A-Za-z0-9_.+@/-]*")
 IMAGE_TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
@@ -70,11 +69,7 @@ class PackageSpec(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not NAME.fullmatch(self.name):
-            raise SpecError(
-                f"{self.name!r} cannot be the name of a model; expected letters, digits, '-', '_' and '.', at most "
-                "128, and a letter or digit first: choose one with --name"
-            )
+        checked_name(self.name)
         require(len(set(self.backends)) == len(self.backends), f"a backend was given twice: {', '.join(self.backends)}")
         for name in ("version", "max_batch", "instances", "threads", "live_versions", "queue_delay_us", "max_queue"):
             value, least = getattr(self, name), 0 if name in ("queue_delay_us", "max_queue") else 1

@@ -45,7 +45,7 @@ def joined_answers(run: Callable[..., Any], requests: list[dict[str, Any]], padd
     async def scenario() -> list[Any]:
         settings = ServingSettings(max_batch=sum(rows), max_padding=0.999, batch_delay_ms=60_000.0)
         batcher = Batcher(run, settings, Metrics("m"), joins=True, padding=padding)
-        jobs = [batcher.submit(feeds, 60.0) for feeds in requests]
+        jobs = [batcher.submit(feeds) for feeds in requests]
         found = await asyncio.gather(*(job.answer for job in jobs), return_exceptions=True)
         await asyncio.to_thread(batcher.close)
         return found

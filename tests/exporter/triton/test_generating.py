@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from serving_load import wait_until
 import effexport
 from effexport.artifact import Artifact
 from effexport.base.errors import EffexportError, UserError
+from effexport.serving.engine.errors import ClientGoneError
 from effexport.serving.triton.instance import GenerationInstance, generation_request, triton_code
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import ByteTokenizer
@@ -23,6 +25,7 @@ from effexport.tasks.text_generator import TextGenerator
 
 Built = Callable[..., Artifact]
 SECONDS = 30
+BACKEND = SimpleNamespace(Logger=SimpleNamespace(log_info=lambda text: None))
 needs_a_model = pytest.mark.requires("torch", "onnx", "ort", "native")
 
 
@@ -45,12 +48,11 @@ class KeptReply:
         if finish_reason is not None:
             self.done.set()
 
-    def fail(self, error: EffexportError) -> None:
-        self.error = error
-        self.done.set()
-
-    def cancel(self, session: Any) -> None:
-        self.cancelled = True
+    def fail(self, error: EffexportError | ClientGoneError) -> None:
+        if isinstance(error, ClientGoneError):
+            self.cancelled = True
+        else:
+            self.error = error
         self.done.set()
 
     def is_cancelled(self) -> bool:
@@ -71,7 +73,7 @@ def generator(built: Built) -> Iterator[TextGenerator]:
 
 @pytest.fixture
 def loop(generator: TextGenerator) -> Iterator[GenerationInstance]:
-    with GenerationInstance(generator, 8) as loop:
+    with GenerationInstance(generator, 8, backend=BACKEND) as loop:
         yield loop
 
 
@@ -163,9 +165,9 @@ class LeavingReply(KeptReply):
         self.left -= 1
         self.broken, self.gone = self.left <= 0 and self.breaks, self.left <= 0
 
-    def cancel(self, session: Any) -> None:
+    def fail(self, error: EffexportError | ClientGoneError) -> None:
         assert not self.done.is_set(), "a request is ended once"
-        super().cancel(session)
+        super().fail(error)
 
 
 @quick_switches()
@@ -174,7 +176,7 @@ def test_of_2000_requests_whose_clients_go_none_runs_on(monkeypatch: pytest.Monk
     decoder, dice = Alphabet(batches=64), random.Random(0)
     generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
     replies = [LeavingReply(dice.randrange(4), broken=dice.random() < 0.5) for _ in range(2000)]
-    loop = GenerationInstance(generator, 40)
+    loop = GenerationInstance(generator, 40, backend=BACKEND)
     for reply in replies:
         sampling = Sampling(max_new_tokens=dice.choice((3, 10**6)), temperature=0)
         loop.begin("a" * dice.randrange(1, 20), sampling, True, reply)

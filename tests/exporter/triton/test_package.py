@@ -21,7 +21,6 @@ from weights_elsewhere import move_weights
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.base.errors import DiskError, UserError
-from effexport.models.validation import SpecError
 from effexport.plugins.building.library import CudaKernels, Library, find_library, sha256_of
 from effexport.proof.cases import load_reference
 from effexport.proof.tolerances import case_limit, value_error
@@ -358,7 +357,7 @@ def test_two_at_a_time_give_two_versions(
 
 @pytest.mark.parametrize("name", ["", ".hidden", "two words", "a/b", "..", "-m", "ä", "x" * 129, 'q"', "a\n"])
 def test_a_name_that_triton_or_a_url_cannot_have_is_refused(name: str) -> None:
-    with pytest.raises(SpecError, match="cannot be the name of a model"):
+    with pytest.raises(UserError, match="the model's name is"):
         PackageSpec(name=name)
 
 
