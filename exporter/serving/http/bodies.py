@@ -54,15 +54,14 @@ class InferRequest:
 
 
 def infer_request(
-    body: bytes, header: str | None, signature: ServedSignature, text_outputs: Callable[[], Mapping[str, str]]
+    body: bytes, length: int, signature: ServedSignature, text_outputs: Callable[[], Mapping[str, str]]
 ) -> InferRequest:
-    """Check a request. header: Inference-Header-Content-Length, the size of the JSON; None: the whole body.
+    """Check a request. length: of its JSON, after which binary data may follow.
 
     text_outputs: of a request with texts, names and datatypes; raises RequestError for a model that reads none.
     Raises RequestError for anything that this model cannot run.
     """
-    length = json_length(body, header)
-    fields = parsed_object(body[:length] if header is not None else body)
+    fields = parsed_object(body[:length])
     parameters = parameters_of(fields, "the request")
     if "inputs" not in fields:
         raise RequestError(f"the request has no inputs; expected: {', '.join(map(str, signature.inputs))}")
@@ -110,11 +109,19 @@ def input_from_fields(
         raise RequestError(f"{owner} has both data and the parameter binary_data_size; expected one")
     if size is None:
         flat = flat_elements(value["data"], tensor.name, shape)
-        return (objects(flat) if is_text else array_from_json(flat, tensor, shape)), 0
-    return (strings_from_binary if is_text else array_from_binary)(tensor, shape, left, size), size
+        array = objects(flat) if is_text else array_from_json(flat, tensor, shape)
+    else:
+        array = (strings_from_binary if is_text else array_from_binary)(tensor, shape, left, size)
+    # NaN and infinity, to which no model has an answer; JSON has them as too large numbers
+    if array.dtype.kind in "fV" and not np.isfinite(array).all():
+        raise RequestError(
+            f"data of {owner} holds NaN, infinity, or a number outside of {datatype}; expected finite numbers"
+        )
+    return array, size or 0
 
 
 def json_length(body: bytes, header: str | None) -> int:
+    """The size of the JSON. header: Inference-Header-Content-Length; None: the whole body. Raises RequestError."""
     if header is None:
         return len(body)
     # int() would also accept "+1", " 1", "1_0", digits of other scripts, and any number of digits
@@ -242,21 +249,11 @@ def array_from_json(flat: list[Any], tensor: TensorInfo, shape: tuple[int, ...])
             array = np.concatenate([np.array(piece, dtype=tensor.dtype) for piece in pieces(flat)])
     except OverflowError:
         raise RequestError(f"data of input {tensor.name!r} holds a number outside of {datatype}") from None
-    check_finite_input(tensor.name, array)
     return array.reshape(shape)
 
 
 def pieces(flat: list[Any]) -> Iterator[list[Any]]:
     return (flat[start : start + PIECE] for start in range(0, len(flat), PIECE))
-
-
-def check_finite_input(name: str, array: Array) -> None:
-    """Raises RequestError for NaN and infinity, to which no model has an answer; JSON has them as too large numbers."""
-    if array.dtype.kind in "fV" and not np.isfinite(array).all():
-        raise RequestError(
-            f"data of input {name!r} holds NaN, infinity, or a number outside of {DTYPES[array.dtype.name].protocol}; "
-            "expected finite numbers"
-        )
 
 
 def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
@@ -294,7 +291,6 @@ def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryvi
     if tensor.dtype == "bool" and raw.max() > 1:
         raise RequestError(f"binary data of input {tensor.name!r} holds {raw.max()}; expected 0 and 1 for BOOL")
     array: Array = np.require(raw.view(dtype), requirements="A").reshape(shape)
-    check_finite_input(tensor.name, array)
     return array
 
 
@@ -355,7 +351,11 @@ def answer_from_outputs(
         elif is_text:
             entry["data"] = [text.decode() for text in value.flat]
         else:
-            check_finite(output, value)
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                raise RequestError(
+                    f"output {output!r} contains NaN or infinity, which JSON cannot represent; ask for binary data, "
+                    "and see whether the inputs are too large for the model"
+                )
             entry["data"] = orjson.Fragment(GAP)
             numbers.append(numbers_as_json(value.reshape(-1)))
         described.append(entry)
@@ -386,11 +386,3 @@ def bytes_of(array: Array) -> memoryview:
 def sized_strings(strings: Array) -> bytes:
     """BYTES as binary data: each string after its size in four bytes, little-endian."""
     return b"".join(part for text in strings.flat for part in (len(text).to_bytes(4, "little"), text))
-
-
-def check_finite(name: str, array: Array) -> None:
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise RequestError(
-            f"output {name!r} contains NaN or infinity, which JSON cannot represent; ask for binary data, and see "
-            "whether the inputs are too large for the model"
-        )

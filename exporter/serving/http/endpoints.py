@@ -128,9 +128,9 @@ async def infer(service: Service, request: Request) -> Response:
         # before its body is read, so that an overloaded server refuses at once
         model.batcher.refuse_if_full()
         async with service.body_of(request) as body:
-            header = request.headers.get(HEADER_LENGTH)
-            read = partial(infer_request, body, header, model.signature, lambda: model.texts.outputs)
-            wanted = await service.parsed(json_length(body, header), read)
+            length = json_length(body, request.headers.get(HEADER_LENGTH))
+            read = partial(infer_request, body, length, model.signature, lambda: model.texts.outputs)
+            wanted = await service.parsed(length, read)
             with watched(request.receive) as gone:
                 outputs = await outputs_from_wanted(wanted, model, gone, service)
         size, headers = sum(array.nbytes for array in outputs.values()), {}

@@ -7,7 +7,7 @@ import asyncio
 import math
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -128,7 +128,6 @@ class Protocol(HttpToolsProtocol):
     held_since = 0.0
     _left = 0
     _head_timer: asyncio.TimerHandle | None = None
-    _read_timer: asyncio.TimerHandle | None = None
     # the request that is being answered; those behind it are in `pipeline`
     _running: RequestResponseCycle | None = None
     # whether a head, or the body after it, has not arrived completely
@@ -144,7 +143,6 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
-        self._stop_read_timer()
         if self._running is not None:  # uvicorn only tells the last of several requests
             self._running.disconnected = True
             self._running.message_event.set()
@@ -201,8 +199,6 @@ class Protocol(HttpToolsProtocol):
             self._close_with(self._refusal)
         elif self._in_message and self._is_answered:
             self._start_head_timer()
-        if self.transport.is_closing():
-            self._start_read_timer()
 
     def send_400_response(self, msg: str) -> None:
         if len(self.pipeline) < MAX_PIPELINED:
@@ -210,23 +206,9 @@ class Protocol(HttpToolsProtocol):
         else:
             self._refuse(400, f"{MAX_PIPELINED} requests wait on this connection; wait for their answers")
 
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self._start_read_timer()
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self.transport.is_closing():
-            self._start_read_timer()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_read_timer()
-
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self.transport.is_closing():
-            self._stop_read_timer()
+        self.held_bytes = 0
 
     @property
     def _is_answered(self) -> bool:
@@ -246,7 +228,6 @@ class Protocol(HttpToolsProtocol):
         if self._in_message and self.cycle is not None and self.cycle.scope is self.scope:
             # the body of a request that has been answered
             self.transport.close()
-            self._start_read_timer()
         else:
             self._refuse(408, f"the head of the request did not arrive within {HEAD_TIMEOUT_S:g} s")
 
@@ -270,38 +251,30 @@ class Protocol(HttpToolsProtocol):
             if self.cycle is None or self._is_answered or not self.cycle.response_started:
                 self.transport.write(answer)
             self.transport.close()
-            self._start_read_timer()
 
-    def _start_read_timer(self) -> None:
-        """Watch how the client takes what it has not taken yet."""
-        if self._read_timer is None:
-            self._left = self.transport.get_write_buffer_size()
+    def check_reading(self, now: float) -> None:
+        """Disconnect a client that has taken too little of its answers since the last calls. now: of the event loop."""
+        if not (self.flow.write_paused or self.transport.is_closing()):
+            self.held_bytes = 0
+            return
+        left = self.transport.get_write_buffer_size()
+        if not self.held_bytes:
             # uvloop keeps the memory of what the system has taken, until it has taken all
             in_system = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-            self.held_bytes = self._left + in_system
-            self.held_since = self.loop.time()
-            self._read_timer = self.loop.call_later(READ_CHECK_S, self._check_reading)
-
-    def _stop_read_timer(self) -> None:
-        self.held_bytes = 0
-        if self._read_timer is not None:
-            self._read_timer.cancel()
-            self._read_timer = None
-
-    def _check_reading(self) -> None:
-        self._read_timer = self.loop.call_later(READ_CHECK_S, self._check_reading)
-        left, now = self.transport.get_write_buffer_size(), self.loop.time()
-        if self._left - left >= READ_BYTES:
+            self.held_bytes, self._left, self.held_since = left + in_system, left, now
+        elif self._left - left >= READ_BYTES:
             self._left, self.held_since = left, now
         elif now - self.held_since >= READ_TIMEOUT_S:
             self.transport.abort()
 
 
-def disconnect_slow_readers(connections: Iterable[Protocol], limit_bytes: int, now: float) -> None:
-    """Free the memory of answers that are hardly read, the slowest first, if unread answers have more than the limit.
+def disconnect_slow_readers(connections: Sequence[Protocol], limit_bytes: int, now: float) -> None:
+    """Disconnect clients that hardly read; the slowest first and sooner, if unread answers have more than the limit.
 
     now: in the time of the event loop.
     """
+    for one in connections:
+        one.check_reading(now)
     readers = [one for one in connections if one.held_bytes]
     excess = sum(one.held_bytes for one in readers) - limit_bytes
     for reader in sorted(readers, key=lambda one: one.held_since):
@@ -332,15 +305,15 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._watching = asyncio.create_task(self._watch_readers())
         self._on_ready()
 
-    async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second."""
-        if counter % 10 == 0:
+    async def _watch_readers(self) -> None:
+        while True:
+            await asyncio.sleep(READ_CHECK_S)
             connections = cast("set[Protocol]", self.server_state.connections)
             limit = self._service.settings.max_bytes_in_memory
-            disconnect_slow_readers(connections, limit, asyncio.get_running_loop().time())
-        return await super().on_tick(counter)
+            disconnect_slow_readers([*connections], limit, asyncio.get_running_loop().time())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no new connections; answer the requests on open ones, and close each after its answer."""
@@ -354,6 +327,7 @@ class Server(uvicorn.Server):
                 cycle.keep_alive = False
         await asyncio.sleep(DRAIN_S)
         await super().shutdown(sockets)
+        self._watching.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """As uvicorn's, which would raise the signal again at the end; but a requested stop is a success."""

@@ -21,11 +21,10 @@ from uvicorn.server import ServerState
 from effexport.base.dtypes import TensorInfo
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.http import server
 from effexport.serving.http.bodies import PIECE, InferRequest, answer_from_outputs, array_from_json, parsed_object
 from effexport.serving.http.endpoints import embedding_request
 from effexport.serving.http.models import ModelRepository
-from effexport.serving.http.server import Protocol
+from effexport.serving.http.server import READ_TIMEOUT_S, Protocol, disconnect_slow_readers
 from effexport.serving.http.service import Service
 
 pytestmark = pytest.mark.requires("serve")
@@ -203,11 +202,9 @@ class Transport(asyncio.Transport):
 
 @pytest.mark.parametrize("end", [Protocol.shutdown, Protocol.timeout_keep_alive_handler])
 def test_a_connection_that_is_closed_does_not_wait_forever_for_its_client_to_read(
-    monkeypatch: pytest.MonkeyPatch, end: Callable[[Protocol], None]
+    end: Callable[[Protocol], None],
 ) -> None:
     """Of a small rest of an answer: one that is too small to pause the writing, which is watched anyway."""
-    monkeypatch.setattr(server, "READ_CHECK_S", 0.01)
-    monkeypatch.setattr(server, "READ_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         config = uvicorn.Config(lambda *_: None, http=Protocol, lifespan="off")
@@ -215,13 +212,12 @@ def test_a_connection_that_is_closed_does_not_wait_forever_for_its_client_to_rea
         protocol = Protocol(config=config, server_state=ServerState(), app_state={})
         transport = Transport(unread=1000)
         protocol.connection_made(transport)
+        disconnect_slow_readers([protocol], 1 << 20, 0.0)
         end(protocol)
         assert transport.closing
-        for _ in range(3000):
-            if transport.aborted:
-                break
-            await asyncio.sleep(0.01)
-        assert transport.aborted
+        for seconds, aborted in ((100.0, False), (100.0 + READ_TIMEOUT_S - 1, False), (100.0 + READ_TIMEOUT_S, True)):
+            disconnect_slow_readers([protocol], 1 << 20, seconds)
+            assert transport.aborted is aborted
         protocol.connection_lost(None)
 
     asyncio.run(scenario())

@@ -15,7 +15,7 @@ from effexport.base.spec import BuildSpec
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.engine.signature import ServedSignature, signature_from_spec
-from effexport.serving.http.bodies import InferRequest, answer_from_outputs, infer_request
+from effexport.serving.http.bodies import InferRequest, answer_from_outputs, infer_request, json_length
 
 pytestmark = pytest.mark.requires("serve")
 
@@ -40,7 +40,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 
 def request_from_body(body: bytes, header: str | None, signature: ServedSignature) -> InferRequest:
-    return infer_request(body, header, signature, dict)
+    return infer_request(body, json_length(body, header), signature, dict)
 
 
 def parsed(signature: ServedSignature, inputs: list[dict[str, Any]], **fields: Any) -> InferRequest:
