@@ -22,7 +22,7 @@ from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG,
 from effexport.serving.engine.metrics import Metrics
 
 if TYPE_CHECKING:
-    from effexport.base.dtypes import Array, TensorInfo
+    from effexport.base.dtypes import Array
     from effexport.base.spec import BuildSpec
     from effexport.serving.engine.settings import ServingSettings
 
@@ -44,15 +44,15 @@ class Padding:
 
     @classmethod
     def from_spec(cls, spec: BuildSpec) -> Padding:
-        return cls(token_axes(spec.inputs), token_axes(spec.outputs), {"input_ids": spec.model.pad_token_id})
+        inputs, outputs = (
+            {tensor.name: tensor.dims.index("seq") for tensor in tensors if "seq" in tensor.dims}
+            for tensors in (spec.inputs, spec.outputs)
+        )
+        return cls(inputs, outputs, {"input_ids": spec.model.pad_token_id})
 
     def length_of(self, feeds: Mapping[str, Array]) -> int:
         """Tokens of a request; 0 if no input has an axis of tokens. feeds: all inputs of the model."""
         return next((int(feeds[name].shape[axis]) for name, axis in self.inputs.items()), 0)
-
-
-def token_axes(tensors: Sequence[TensorInfo]) -> dict[str, int]:
-    return {tensor.name: tensor.dims.index("seq") for tensor in tensors if "seq" in tensor.dims}
 
 
 # For requests that only run together if they have the same length.

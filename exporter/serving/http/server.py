@@ -25,7 +25,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from effexport.base.errors import EffexportError, UserError
-from effexport.serving.engine.errors import BAD_HEAD, CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError, refusal_of
+from effexport.serving.engine.errors import BAD_HEAD, CROWDED, UNAUTHORIZED, Refusal, RequestError, refusal_of
 from effexport.serving.http.endpoints import ENDPOINTS, OPENAI, openai_error
 from effexport.serving.http.service import MAX_HEAD_BYTES, Service, json_response
 
@@ -45,23 +45,14 @@ def create_app(models: ModelRepository) -> Starlette:
         await models.close()
 
     async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EffexportError)
-        return refusal_from_error(error, service, request)
-
-    async def not_served(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-        return refusal(message, Refusal(error.status_code, "not_served"), service, request)
-
-    async def failed(request: Request, error: Exception) -> Response:
-        return refusal("the server failed unexpectedly; its log says why", FAILED, service, request)
+        return refusal(error, service, request)
 
     app = Starlette(
         routes=[
             Route(endpoint.path, partial(service.answer, endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
         ],
         middleware=[Middleware(guarded, service)],
-        exception_handlers={EffexportError: refused, HTTPException: not_served, Exception: failed},
+        exception_handlers=dict.fromkeys((EffexportError, HTTPException, Exception), refused),
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -79,20 +70,24 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
             try:
                 service.check_request(request)
             except RequestError as error:
-                answering = refusal_from_error(error, service, request)
+                answering = refusal(error, service, request)
         await answering(scope, receive, send)
 
     return answer
 
 
-def refusal_from_error(error: EffexportError, service: Service, request: Request) -> Response:
-    kind = refusal_of(error)
-    service.metrics_of(request).rejected(kind.reason)
-    return refusal(str(error), kind, service, request, getattr(error, "param", None))
-
-
-def refusal(message: str, kind: Refusal, service: Service, request: Request, param: str | None = None) -> Response:
-    """param: the field at fault, for errors in the form of OpenAI's API."""
+def refusal(error: Exception, service: Service, request: Request) -> Response:
+    """The answer to a request that ended with an error."""
+    kind, message = refusal_of(error), str(error)
+    if isinstance(error, HTTPException):
+        kind, message = (
+            Refusal(error.status_code, "not_served"),
+            f"{request.method} {request.scope['path'][:200]}: {error.detail}",
+        )
+    elif isinstance(error, EffexportError):
+        service.metrics_of(request).rejected(kind.reason)
+    else:
+        message = "the server failed unexpectedly; its log says why"
     headers = {}
     if kind.status == 503:
         headers["retry-after"] = str(service.retry_after_s(request))
@@ -102,7 +97,8 @@ def refusal(message: str, kind: Refusal, service: Service, request: Request, par
         # frees a connection, avoids waiting for the rest of a body, or does not guess where the next request begins
         headers["connection"] = "close"
     is_openai = request.scope["path"].startswith(f"{OPENAI}/")
-    return json_response(openai_error(message, kind, param) if is_openai else {"error": message}, kind.status, headers)
+    fields = openai_error(message, kind, getattr(error, "param", None)) if is_openai else {"error": message}
+    return json_response(fields, kind.status, headers)
 
 
 # Time that a client may take to send the head of a request, or the rest of a body that has been answered already.

@@ -60,7 +60,7 @@ class Backend:
 
     files: contents of the folder of a version. engine: description of the engine, for the backend tensorrt. example:
     texts of a request, by input; {} for a model of tensors only. generates: whether the model continues texts, instead
-    of answering tensors and texts. packages: what it imports in the server, besides NumPy.
+    of answering tensors and texts.
     """
 
     artifact: Artifact
@@ -71,7 +71,14 @@ class Backend:
     engine: EngineInfo | None = None
     example: Mapping[str, str] = field(default_factory=dict)
     generates: bool = False
-    packages: tuple[PackageName, ...] = ()
+
+    @property
+    def packages(self) -> tuple[PackageName, ...]:
+        """What it imports in the server, besides NumPy."""
+        if self.name != "python":
+            return ()
+        tokenizes = TOKENIZER_JSON in self.artifact.manifest.files and (self.example or self.generates)
+        return (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
 
     @property
     def has_library(self) -> bool:
@@ -196,10 +203,8 @@ def python_model(
     }
     files["model.py"] = Path(__file__).with_name("model.py")
     files["effexport.zip"] = zip_of_effexport()
-    tokenizes = TOKENIZER_JSON in artifact.manifest.files and (example or generates)
-    packages: tuple[PackageName, ...] = (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
     everything = files | kernel_library(artifact, spec, kind)
-    return Backend(artifact, spec, "python", kind, everything, example=example, generates=generates, packages=packages)
+    return Backend(artifact, spec, "python", kind, everything, example=example, generates=generates)
 
 
 def example_request(task: Task, tokenizer: Tokenizer) -> dict[str, str]:
