@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from effexport.models.validation import did_you_mean, shown
 from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec, longest_text
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, MAX_TEXT_BYTES, MAX_TEXTS, ServingSettings
-from effexport.tasks.sampling import STREAM
+from effexport.tasks.sampling import STREAM, Sampling, sampling_from_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -216,3 +216,16 @@ def texts_of_inputs(inputs: Mapping[str, Array]) -> list[tuple[str, str | None]]
             context = None if contexts is None else text_of(contexts.flat[index], CONTEXT)
             found.append((text_of(text, TEXT), context))
     return found
+
+
+def generation_request(text: object, options: Iterable[tuple[str, Any]]) -> tuple[str, Sampling, bool | None]:
+    """A prompt, how to continue it, and whether the text is to be sent in pieces, None if the request does not say.
+
+    Raises UserError for a missing prompt, and for an option that is unknown or cannot work.
+    """
+    if text is None:
+        raise UserError(f"{TEXT_INPUT} is missing; expected the text to continue")
+    sampling, in_pieces = sampling_from_options(options)
+    if not isinstance(in_pieces, bool | None):
+        raise UserError(f"{STREAM} is {shown(in_pieces)}; expected true or false")
+    return text_of(text, TEXT_INPUT), sampling, in_pieces

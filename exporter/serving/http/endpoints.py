@@ -23,7 +23,7 @@ from effexport.serving.engine.errors import UNAUTHORIZED, ClientGoneError, Refus
 from effexport.serving.engine.metrics import exposition
 from effexport.serving.engine.queue import Gone, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import TEXT_INPUT, text_of
+from effexport.serving.engine.signature import TEXT_INPUT, generation_request, text_of
 from effexport.serving.engine.texts import Stream
 from effexport.serving.http.bodies import (
     InferRequest,
@@ -36,7 +36,6 @@ from effexport.serving.http.bodies import (
     parsed_object,
 )
 from effexport.serving.http.service import ENCODINGS, Endpoint, Service, compressed, json_response, watched
-from effexport.tasks.sampling import sampling_from_options
 from effexport.tasks.task import TEXT_OPTIONS, options_from_parameters
 
 if TYPE_CHECKING:
@@ -169,15 +168,13 @@ def generate_request(body: bytes, *, streaming: bool) -> tuple[str, Sampling, st
     beside = parsed_object(body, f"a JSON object with {TEXT_INPUT}")
     identifier, text, inside = id_of(beside), beside.pop(TEXT_INPUT, None), beside.pop("parameters", None)
     beside.pop("id", None)
-    if text is None:
-        raise RequestError(f"{TEXT_INPUT} is missing; expected the text to continue")
     if inside is not None and not isinstance(inside, dict):
         raise RequestError(f"parameters are {shown(inside)}; expected an object")
-    sampling, stream = sampling_from_options((*beside.items(), *(inside or {}).items()))
+    prompt, sampling, stream = generation_request(text, (*beside.items(), *(inside or {}).items()))
     if stream not in (streaming, None):
         other = "generate" if streaming else "generate_stream"
         raise RequestError(f"stream is {shown(stream)}; send the request to …/{other}, or leave stream out")
-    return text_of(text, TEXT_INPUT), sampling, identifier
+    return prompt, sampling, identifier
 
 
 # Proxies that buffer would hold back the events; this header turns that off in the most common one.

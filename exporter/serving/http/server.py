@@ -110,7 +110,7 @@ READ_BYTES = 64 << 10
 READ_TIMEOUT_S = 30.0
 # Instead of that, if unread answers have more memory than all bodies may have.
 URGENT_READ_TIMEOUT_S = 2.0
-READ_CHECK_S = 1.0
+CHECK_S = 1.0
 
 
 class Protocol(HttpToolsProtocol):
@@ -123,7 +123,8 @@ class Protocol(HttpToolsProtocol):
     held_bytes = 0
     held_since = 0.0
     _left = 0
-    _head_timer: asyncio.TimerHandle | None = None
+    # since when the server waits for a head, or for the rest of a body that is answered
+    _head_since: float | None = None
     # the request that is being answered; those behind it are in `pipeline`
     _running: RequestResponseCycle | None = None
     # whether a head, or the body after it, has not arrived completely
@@ -135,10 +136,9 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_head_timer()
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
         if self._running is not None:  # uvicorn only tells the last of several requests
             self._running.disconnected = True
             self._running.message_event.set()
@@ -148,7 +148,7 @@ class Protocol(HttpToolsProtocol):
         if self._refusal is not None:
             return
         if not self._in_message and self._is_answered:
-            self._start_head_timer()
+            self._await_head()
         self._other_bytes += len(data)
         super().data_received(data)
         if self._other_bytes > MAX_HEAD_BYTES and self._refusal is None:
@@ -159,15 +159,15 @@ class Protocol(HttpToolsProtocol):
             raise ValueError  # becomes an error of the parser
         super().on_message_begin()
         self._in_message = True
-        self._start_head_timer()
+        self._await_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Headers after a body must not become those of the request: nobody has checked them.
-        if self._head_timer is not None:
+        if self._head_since is not None:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_head_timer()
+        self._head_since = None
         self._other_bytes = 0
         super().on_headers_complete()
         if not self.pipeline:
@@ -182,7 +182,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_message = False
         self._other_bytes = 0
-        self._stop_head_timer()
+        self._head_since = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -194,7 +194,7 @@ class Protocol(HttpToolsProtocol):
         if is_last and self._refusal is not None:
             self._close_with(self._refusal)
         elif self._in_message and self._is_answered:
-            self._start_head_timer()
+            self._await_head()
 
     def send_400_response(self, msg: str) -> None:
         if len(self.pipeline) < MAX_PIPELINED:
@@ -211,14 +211,9 @@ class Protocol(HttpToolsProtocol):
         """True if every request with a complete head has its answer."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _start_head_timer(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _await_head(self) -> None:
+        if self._head_since is None:
+            self._head_since = self.loop.time()
 
     def _give_up(self) -> None:
         if self._in_message and self.cycle is not None and self.cycle.scope is self.scope:
@@ -248,8 +243,11 @@ class Protocol(HttpToolsProtocol):
                 self.transport.write(answer)
             self.transport.close()
 
-    def check_reading(self, now: float) -> None:
-        """Disconnect a client that has taken too little of its answers since the last calls. now: of the event loop."""
+    def check_client(self, now: float) -> None:
+        """Give up a client that sends or reads too slowly; called every CHECK_S. now: of the event loop."""
+        if self._head_since is not None and now - self._head_since >= HEAD_TIMEOUT_S:
+            self._head_since = None
+            self._give_up()
         if not (self.flow.write_paused or self.transport.is_closing()):
             self.held_bytes = 0
             return
@@ -264,13 +262,13 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
 
 
-def disconnect_slow_readers(connections: Sequence[Protocol], limit_bytes: int, now: float) -> None:
-    """Disconnect clients that hardly read; the slowest first and sooner, if unread answers have more than the limit.
+def disconnect_slow_clients(connections: Sequence[Protocol], limit_bytes: int, now: float) -> None:
+    """Give up slow clients; those that hardly read sooner, the slowest first, if unread answers exceed the limit.
 
     now: in the time of the event loop.
     """
     for one in connections:
-        one.check_reading(now)
+        one.check_client(now)
     readers = [one for one in connections if one.held_bytes]
     excess = sum(one.held_bytes for one in readers) - limit_bytes
     for reader in sorted(readers, key=lambda one: one.held_since):
@@ -301,15 +299,15 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._watching = asyncio.create_task(self._watch_readers())
+        self._watching = asyncio.create_task(self._watch_clients())
         self._on_ready()
 
-    async def _watch_readers(self) -> None:
+    async def _watch_clients(self) -> None:
         while True:
-            await asyncio.sleep(READ_CHECK_S)
+            await asyncio.sleep(CHECK_S)
             connections = cast("set[Protocol]", self.server_state.connections)
             limit = self._service.settings.max_bytes_in_memory
-            disconnect_slow_readers([*connections], limit, asyncio.get_running_loop().time())
+            disconnect_slow_clients([*connections], limit, asyncio.get_running_loop().time())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no new connections; answer the requests on open ones, and close each after its answer."""

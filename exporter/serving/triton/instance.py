@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.artifact import open_artifact
-from effexport.base.errors import EffexportError, UserError
+from effexport.base.errors import EffexportError
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.base.version import __version__
 from effexport.models.encoder.spec import EMBEDDING
@@ -38,11 +38,11 @@ from effexport.serving.engine.signature import (
     REQUEST_ID,
     TEXT,
     TEXT_INPUT,
-    text_of,
+    generation_request,
     texts_of_inputs,
 )
 from effexport.serving.engine.texts import Generations, Stream, Texts
-from effexport.tasks.sampling import ALIASES, STREAM, Sampling, sampling_from_options
+from effexport.tasks.sampling import ALIASES, Sampling
 from effexport.tasks.task import Task, TextOptions, options_from_parameters
 from effexport.tasks.tasks import tasks_from_artifact
 from effexport.tasks.text_generator import TextGenerator, generator_from_artifact
@@ -200,20 +200,10 @@ def parameters_of_request(request: Any) -> dict[str, Any]:
     return found
 
 
-def generation_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> tuple[str, Sampling, bool]:
-    """A prompt, how to continue it, and whether the text is sent as it arrives, instead of all at the end.
-
-    inputs: of the model, [1] each. parameters: of the request; they may have the options, too.
-    Raises UserError for a missing prompt, and for an option that is unknown or cannot work.
-    """
-    if TEXT_INPUT not in inputs:
-        raise UserError(f"input {TEXT_INPUT!r} is missing; expected the text to continue")
+def options_of_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a text: inputs, [1] each, or parameters of the request."""
     options = {ALIASES.get(name, name): value for name, value in parameters.items()}
-    options |= {name: number(array) for name, array in inputs.items() if name != TEXT_INPUT}
-    sampling, in_pieces = sampling_from_options(options.items())
-    if not isinstance(in_pieces, bool | None):
-        raise UserError(f"{STREAM} is {in_pieces!r}; expected true or false")
-    return text_of(inputs[TEXT_INPUT][0], TEXT_INPUT), sampling, bool(in_pieces)
+    return options | {name: number(array) for name, array in inputs.items() if name != TEXT_INPUT}
 
 
 def number(array: Array) -> Any:
@@ -275,7 +265,11 @@ class GenerationInstance(Closeable):
         for one in requests:
             reply = Reply(self._backend, one.get_response_sender())
             try:
-                self.begin(*generation_request(tensors_of_request(one), parameters_of_request(one)), reply)
+                inputs = tensors_of_request(one)
+                text = inputs[TEXT_INPUT][0] if TEXT_INPUT in inputs else None
+                options = options_of_request(inputs, parameters_of_request(one))
+                prompt, sampling, in_pieces = generation_request(text, options.items())
+                self.begin(prompt, sampling, bool(in_pieces), reply)
             except EffexportError as error:
                 reply.fail(error)
 

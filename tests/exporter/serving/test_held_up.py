@@ -24,7 +24,7 @@ from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.bodies import PIECE, InferRequest, answer_from_outputs, array_from_json, parsed_object
 from effexport.serving.http.endpoints import embedding_request
 from effexport.serving.http.models import ModelRepository
-from effexport.serving.http.server import READ_TIMEOUT_S, Protocol, disconnect_slow_readers
+from effexport.serving.http.server import READ_TIMEOUT_S, Protocol, disconnect_slow_clients
 from effexport.serving.http.service import Service
 
 pytestmark = pytest.mark.requires("serve")
@@ -212,11 +212,11 @@ def test_a_connection_that_is_closed_does_not_wait_forever_for_its_client_to_rea
         protocol = Protocol(config=config, server_state=ServerState(), app_state={})
         transport = Transport(unread=1000)
         protocol.connection_made(transport)
-        disconnect_slow_readers([protocol], 1 << 20, 0.0)
+        disconnect_slow_clients([protocol], 1 << 20, 0.0)
         end(protocol)
         assert transport.closing
         for seconds, aborted in ((100.0, False), (100.0 + READ_TIMEOUT_S - 1, False), (100.0 + READ_TIMEOUT_S, True)):
-            disconnect_slow_readers([protocol], 1 << 20, seconds)
+            disconnect_slow_clients([protocol], 1 << 20, seconds)
             assert transport.aborted is aborted
         protocol.connection_lost(None)
 

@@ -18,7 +18,8 @@ import effexport
 from effexport.artifact import Artifact
 from effexport.base.errors import EffexportError, UserError
 from effexport.serving.engine.errors import ClientGoneError
-from effexport.serving.triton.instance import GenerationInstance, generation_request, triton_code
+from effexport.serving.engine.signature import generation_request
+from effexport.serving.triton.instance import GenerationInstance, options_of_request, triton_code
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import ByteTokenizer
 from effexport.tasks.text_generator import TextGenerator
@@ -202,9 +203,10 @@ def test_options_are_inputs_or_parameters() -> None:
     }
     # the temperature that was written, not the nearest float32
     sampling = Sampling(max_new_tokens=5, temperature=0.7, top_k=4, seed=3)
-    assert generation_request(inputs, {"seed": 3, "top_k": 4}) == ("Größe", sampling, True)
-    other = generation_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
-    assert other == ("Größe", Sampling(max_new_tokens=9, temperature=0), False)
+    options = options_of_request(inputs, {"seed": 3, "top_k": 4})
+    assert generation_request(inputs["text_input"][0], options.items()) == ("Größe", sampling, True)
+    other = options_of_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
+    assert other == {"max_new_tokens": 9, "temperature": 0}
 
 
 @pytest.mark.parametrize(
@@ -214,11 +216,10 @@ def test_options_are_inputs_or_parameters() -> None:
         (b"a", {"stream": 1}, "stream is 1; expected true or false"),
         (b"a", {"top_k": 0}, "top_k is 0"),
         (b"\xff", {}, "text_input is not UTF-8"),
-        (None, {}, "'text_input' is missing"),
+        (None, {}, "text_input is missing"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(prompt: bytes | None, parameters: dict[str, Any], message: str) -> None:
-    inputs = {} if prompt is None else {"text_input": np.array([prompt], dtype=object)}
     with pytest.raises(UserError, match=message) as raised:
-        generation_request(inputs, parameters)
+        generation_request(prompt, parameters.items())
     assert triton_code(raised.value) == "INVALID_ARG"
