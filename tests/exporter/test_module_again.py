@@ -363,7 +363,7 @@ def answers_of_server(artifact: Path, requests: list[dict[str, Any]]) -> tuple[l
     async def scenario() -> list[Any]:
         settings = ServingSettings(max_batch=8, batch_delay_ms=200.0, max_run_tokens=1000, concurrent_runs=1)
         model = ServedModel(Counting(effexport.load(artifact)), opened, "small", settings, RUNTIMES["ort"])
-        jobs = [model.batcher.submit(feeds, 60.0) for feeds in requests]
+        jobs = [model.batcher.submit(feeds) for feeds in requests]
         found = await asyncio.gather(*(job.answer for job in jobs))
         await asyncio.to_thread(model.close)
         return list(found)

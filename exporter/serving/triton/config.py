@@ -74,7 +74,7 @@ class Backend:
 
     @property
     def packages(self) -> tuple[PackageName, ...]:
-        """What it imports in the server, besides NumPy."""
+        """The packages that it imports in the server, besides NumPy."""
         if self.name != "python":
             return ()
         tokenizes = TOKENIZER_JSON in self.artifact.manifest.files and (self.example or self.generates)

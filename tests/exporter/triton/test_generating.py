@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from alphabet import Alphabet, quick_switches
-from serving_load import wait_until
 
 import effexport
 from effexport.artifact import Artifact
@@ -21,7 +17,6 @@ from effexport.serving.engine.errors import ClientGoneError
 from effexport.serving.engine.signature import generation_request
 from effexport.serving.triton.instance import GenerationInstance, options_of_request, triton_code
 from effexport.tasks.sampling import Sampling
-from effexport.tasks.task import ByteTokenizer
 from effexport.tasks.text_generator import TextGenerator
 
 Built = Callable[..., Artifact]
@@ -151,47 +146,6 @@ def test_an_unexpected_failure_is_the_answer_of_its_requests_only(
     assert triton_code(failed.error) == "INTERNAL"  # type: ignore[arg-type]
     loop.begin("a", Sampling(max_new_tokens=4), True, good)
     assert good.text
-
-
-class LeavingReply(KeptReply):
-    """The reply to a client that goes after some parts: the server knows it, or sending fails."""
-
-    def __init__(self, parts: int, *, broken: bool) -> None:
-        super().__init__()
-        self.left, self.breaks = parts, broken
-        self.gone = parts == 0
-
-    def send(self, text: str, session: Any, finish_reason: str | None) -> None:
-        super().send(text, session, finish_reason)
-        self.left -= 1
-        self.broken, self.gone = self.left <= 0 and self.breaks, self.left <= 0
-
-    def fail(self, error: EffexportError | ClientGoneError) -> None:
-        assert not self.done.is_set(), "a request is ended once"
-        super().fail(error)
-
-
-@quick_switches()
-def test_of_2000_requests_whose_clients_go_none_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effexport.serving.triton.instance.CANCEL_CHECK_SECONDS", 0.0)
-    decoder, dice = Alphabet(batches=64), random.Random(0)
-    generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
-    replies = [LeavingReply(dice.randrange(4), broken=dice.random() < 0.5) for _ in range(2000)]
-    loop = GenerationInstance(generator, 40, backend=BACKEND)
-    for reply in replies:
-        sampling = Sampling(max_new_tokens=dice.choice((3, 10**6)), temperature=0)
-        loop.begin("a" * dice.randrange(1, 20), sampling, True, reply)
-    assert all(reply.done.wait(SECONDS) for reply in replies)
-    last = KeptReply()
-    loop.begin("x", Sampling(max_new_tokens=2, temperature=0), True, last)
-    assert last.text == "yz"
-    wait_until(lambda: not generator.stepper.is_busy, SECONDS)
-    steps = decoder.steps
-    time.sleep(0.1)
-    assert decoder.steps == steps
-    loop.close()
-    assert decoder.closed
-    assert all(reply.error is None for reply in replies)
 
 
 def test_options_are_inputs_or_parameters() -> None:
