@@ -168,7 +168,8 @@ class Stream:
         """
         session = self.session
         try:
-            async with asyncio.timeout(self._timeout_s):
+            # a limit takes as long as the rest of this, for each token
+            async with contextlib.nullcontext() if self._timeout_s is None else asyncio.timeout(self._timeout_s):
                 while not session.pieces:
                     if self._client_gone:
                         raise ClientGoneError
