@@ -23,13 +23,7 @@ from effexport.runners.decode import Graph
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError
 from effexport.serving.engine.queue import Outputs, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import (
-    ANSWER,
-    CONTEXT,
-    TEXT,
-    named_by,
-    objects,
-)
+from effexport.serving.engine.signature import ANSWER, CONTEXT, TEXT, named_by, objects
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import DEFAULT_OPTIONS, TEXT_OPTIONS, PreparedText, Task, TextOptions, joined_outputs
 from effexport.tasks.tasks import Embedding
