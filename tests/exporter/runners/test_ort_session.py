@@ -116,10 +116,11 @@ def test_only_the_cpu_provider_is_silent() -> None:
 
 
 def test_a_model_without_custom_operators_needs_no_kernels(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = built("aft-full", "encoder").path
     library_is(monkeypatch, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with effexport.load(built("aft-full", "encoder").path, RunOptions(implementation="kernel")) as runner:
+        with effexport.load(path, RunOptions(implementation="kernel")) as runner:
             assert runner.implementation == {}
 
 
