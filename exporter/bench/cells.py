@@ -19,7 +19,7 @@ from effexport.artifact import EngineEntry, Parity, check_file, read_manifest
 from effexport.base.disk import ANOTHER_FOLDER, write_error
 from effexport.base.environment import PACKAGES
 from effexport.base.errors import UserError
-from effexport.base.files import json_text, only_writer, place_of, write_file
+from effexport.base.files import json_text, only_writer, write_file
 from effexport.base.records import values_of_file
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import BuildSpec
@@ -142,7 +142,7 @@ def failed(reason: str, where: str = "", log: str = "") -> Outcome:
 
 FORMAT_VERSION = 1
 MARK, RECORD, ATTEMPTS = "sweep.json", "record.json", "attempts.jsonl"
-CELLS, FAILED, STAGING = "cells", "failed", ".staging"
+CELLS, FAILED, STAGING, SWEEP = "cells", "failed", ".staging", "sweep"
 
 
 class CellResults(msgspec.Struct, frozen=True):
@@ -223,7 +223,7 @@ class Store:
         if not mark.is_file():
             # a sweep that is just starting, or was killed then, has made its folders and no mark yet; an older one had
             # its lock inside
-            begun = (CELLS, FAILED, STAGING, ".lock")
+            begun = (CELLS, FAILED, STAGING, ".lock", f".{SWEEP}.lock")
             names = (path.name for path in self.path.iterdir())
             if all(name in begun or name.startswith(f".{MARK}.partial-") for name in names):
                 return
@@ -240,9 +240,10 @@ class Store:
         self.check()
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(only_writer(place_of(self.path), self.path))
                 for name in (CELLS, FAILED, STAGING):
                     (self.path / name).mkdir(parents=True, exist_ok=True)
+                # inside, because the folder may be a volume at several places, below one that nobody may write
+                stack.enter_context(only_writer(self.path / SWEEP, self.path))
                 write_file(self.path / MARK, json_text({"format_version": FORMAT_VERSION}))
             except OSError as error:
                 raise write_error(self.path, error, ANOTHER_FOLDER) from error

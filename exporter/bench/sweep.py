@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -16,7 +16,7 @@ from effexport.artifact import CheckSummary, EngineEntry
 from effexport.base.errors import EffexportError
 from effexport.base.formatting import megabytes, rough_duration, seconds
 from effexport.bench.cells import ARTIFACT, CELLS, FAILED, LOG, Cell, Outcome, Store, failed
-from effexport.bench.executors import Executor
+from effexport.bench.executors import POLL_SECONDS, Executor
 from effexport.bench.grid import OnStep, Pace, SweepResults, SweepRow, made_now
 from effexport.plugins.building.toolchain import first_line
 from effexport.proof.check import METRIC
@@ -96,8 +96,12 @@ class Sweep:
         self._pace = Pace(len(cells), self.on_step, self.clock)
         pool = ThreadPoolExecutor(self.executor.jobs, thread_name_prefix="sweep")
         try:
-            for done in as_completed([pool.submit(self._run, cell) for cell in cells]):
-                done.result()
+            left = {pool.submit(self._run, cell) for cell in cells}
+            while left:
+                # not without an end: a signal that comes just before a wait does not interrupt it
+                done, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)
+                for one in done:
+                    one.result()
         finally:
             self._ended.set()
             pool.shutdown(wait=True, cancel_futures=True)

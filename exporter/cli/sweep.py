@@ -189,9 +189,11 @@ def messages_of_ray(store: Store) -> Iterator[None]:
     """Redirect what Ray prints about nodes to a file, because stdout is for --json."""
     path = store.path / MESSAGES
     with path.open("a", encoding="utf-8") as stream, redirect_stdout(stream):
-        yield
-    if not path.stat().st_size:
-        path.unlink()
+        try:
+            yield
+        finally:
+            if not stream.tell():
+                path.unlink(missing_ok=True)
 
 
 def say_plan(console: Console, plan: SweepPlan, store: Store, request: SweepRequest) -> None:

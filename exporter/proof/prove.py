@@ -457,7 +457,10 @@ def precision_of_file(model: onnx.ModelProto) -> str:
         TensorProto.BFLOAT16: "bfloat16",
         TensorProto.FLOAT: "float32",
     }
-    weights = {names[one.data_type] for one in all_tensors(model) if len(one.dims) and one.data_type in names}
+    read = {name for node in all_nodes(model) for name in node.input} | {one.name for one in model.graph.output}
+    unread = {one.name for one in model.graph.initializer} - read
+    tensors = (one for one in all_tensors(model) if len(one.dims) and one.name not in unread)
+    weights = {names[one.data_type] for one in tensors if one.data_type in names}
     casts = {names.get(a.i) for node in all_nodes(model) if node.op_type == "Cast" for a in node.attribute}
     types = {tensor.dtype for tensor in (*graph_inputs(model), *graph_tensors(model.graph.output))}
     # a detour through half precision between weights in float32 may be the exporter's fault

@@ -425,11 +425,11 @@ def inputs_from_signature(module: nn.Module, name: str, widths: Sequence[int]) -
             yield known_inputs(name, data[0], others, rows, widths)
             return
     require(len(needed) == 1, f"forward of {name} takes {', '.join(parameters)}; {DESCRIBE}")
-    dims: Dims = ("batch", "seq")
+    require(rows is not None or bool(widths), f"forward of {name} takes {needed[0]} of unknown sizes; {DESCRIBE}")
     if rows is not None:
-        yield ModuleInputs(inputs=(ModuleInput(name=needed[0], dims=dims, dtype="int64"),))
+        yield ModuleInputs(inputs=(ModuleInput(name=needed[0], dims=("batch", "seq"), dtype="int64"),))
     for width in dict.fromkeys(widths):
-        yield ModuleInputs(inputs=(ModuleInput(name=needed[0], dims=(*dims, width)),))
+        yield ModuleInputs(inputs=(ModuleInput(name=needed[0], dims=("batch", "seq", width)),))
 
 
 def known_inputs(name: str, data: str, others: Sequence[str], rows: int | None, widths: Sequence[int]) -> ModuleInputs:

@@ -173,6 +173,11 @@ def test_a_signature_of_several_arguments_needs_examples() -> None:
         list(inputs_from_signature(TwoInputs(), "mine", [8]))
 
 
+def test_a_signature_of_one_argument_needs_examples_if_no_layer_tells_its_sizes() -> None:
+    with pytest.raises(SpecError, match="forward of mine takes input of unknown sizes; describe the inputs: return"):
+        list(inputs_from_signature(nn.Linear(13, 7), "mine", []))
+
+
 def test_an_input_that_no_machine_holds_is_refused_before_it_is_made() -> None:
     inputs = ModuleInputs(inputs=(ModuleInput(name="x", dims=("batch", 2**40)),))
     with pytest.raises(SpecError, match="x would have 3,298,534,883,328 elements; expected at most 2,147,483,647"):

@@ -79,7 +79,7 @@ def check_alone(
         return
     is_long = {tensor.name: has_axes_of_tokens(tensor, spec) for tensor in spec.inputs}
     # a quantised model rounds by itself here: given roundings would hide a scale that depends on other samples
-    uses_given = bool(candidate.given) and not spec.is_quantized
+    uses_given = bool(candidate.given) and not spec.is_quantized and set(candidate.given) <= set(case.buckets)
     for row, keep in enumerate(case.keep):
         whole = keep.shape[-1]  # of several choices, as of one sequence
         length = int(np.nonzero(keep)[-1].max()) + 1 if spec.attention.fixed_seq_len is None else whole
@@ -152,7 +152,7 @@ def check_independent(candidate: ModelUnderTest, case: Case, outputs: Mapping[st
         if not candidate.accepts(rows_of(case.inputs, rows, count)):
             return not_run(kind, f"a batch of {len(rows)} {OUTSIDE}", case.label, metric)
     # a quantised model rounds by itself here: given roundings would hide a scale that depends on other samples
-    uses_given = bool(candidate.given) and not spec.is_quantized
+    uses_given = bool(candidate.given) and not spec.is_quantized and set(candidate.given) <= set(case.buckets)
 
     def run(rows: Sequence[int]) -> Mapping[str, Array]:
         inputs = rows_of(case.inputs, rows, count)

@@ -371,8 +371,11 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT. The application's lifespan closes the models."""
+def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> bool:
+    """Serve until SIGTERM or SIGINT. The application's lifespan closes the models.
+
+    Returns False if a second SIGINT has ended it without waiting for requests.
+    """
     raise_file_limit()
     config = uvicorn.Config(
         app,
@@ -388,4 +391,6 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         # after that, the only clients left are those that do not read their answers
         timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.settings.timeout_s),
     )
-    Server(config, app.state.service, on_ready).run(sockets=[bound])
+    server = Server(config, app.state.service, on_ready)
+    server.run(sockets=[bound])
+    return not server.force_exit

@@ -280,11 +280,12 @@ class GenerationInstance(Closeable):
     async def _answer(self, prompt: str, sampling: Sampling, in_pieces: bool, reply: Reply) -> None:
         try:
             stream = await self._generations.submit(prompt, sampling)
-            # what `send` raises for a connection that has gone, which the server does not say, ends the text as well
             with contextlib.closing(stream):
                 await self._send_pieces(stream, in_pieces, reply)
-        except (EffexportError, ClientGoneError) as error:
-            reply.fail(error)
+        except Exception as error:
+            # also what `send` raises for a connection that has gone, which the server does not say: nobody gets that
+            with contextlib.suppress(Exception):
+                reply.fail(error)
 
     async def _send_pieces(self, stream: Stream, in_pieces: bool, reply: Reply) -> None:
         """Raises ClientGoneError if the server says so, and as `Stream.pieces`."""

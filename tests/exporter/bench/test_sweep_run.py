@@ -209,9 +209,11 @@ def test_the_time_left_follows_the_pace_so_far(tmp_path: Path) -> None:
 
 
 def test_a_folder_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
+    """Also one that is a volume below a folder that nobody may write: the lock is inside."""
     store = Store(tmp_path / "out")
+    store.path.mkdir()
     # the lock of another process: one that is opened apart keeps off this process as well
-    with (tmp_path / ".out.lock").open("w") as stream:
+    with (store.path / ".sweep.lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=r"is being written by another process; wait until it"), store.opened():
             pass

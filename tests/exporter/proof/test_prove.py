@@ -369,8 +369,9 @@ def test_a_mask_of_cache_and_tokens_has_the_size_of_both(axis: str, notes: int, 
 
 
 def test_a_cast_to_float16_among_weights_in_float32_widens_no_limit() -> None:
-    def precision(*weights: int) -> str:
+    def precision(*weights: int, unread: int | None = None) -> str:
         nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT16)]
+        nodes += [helper.make_node("Identity", [f"w{kind}"], [f"of{kind}"]) for kind in weights if kind != unread]
         values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])]
         tensors = [helper.make_tensor(f"w{kind}", kind, [1], [0]) for kind in weights]
         return precision_of_file(helper.make_model(helper.make_graph(nodes, "g", values, values, tensors)))
@@ -378,3 +379,4 @@ def test_a_cast_to_float16_among_weights_in_float32_widens_no_limit() -> None:
     assert precision() == "fp16"
     assert precision(TensorProto.FLOAT) == "fp32"
     assert precision(TensorProto.FLOAT, TensorProto.BFLOAT16) == "bf16"
+    assert precision(TensorProto.FLOAT, TensorProto.BFLOAT16, unread=TensorProto.BFLOAT16) == "fp32"

@@ -148,6 +148,21 @@ def test_an_unexpected_failure_is_the_answer_of_its_requests_only(
     assert good.text
 
 
+@needs_a_model
+def test_a_text_that_cannot_even_begin_is_answered(
+    loop: GenerationInstance, generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(generator, "session", failing)
+    reply = KeptReply()
+    loop.begin("a", Sampling(max_new_tokens=4), True, reply)
+    assert reply.done.wait(SECONDS)
+    assert str(reply.error) == "planted"
+    assert triton_code(reply.error) == "INTERNAL"  # type: ignore[arg-type]
+
+
 def test_options_are_inputs_or_parameters() -> None:
     inputs = {
         "text_input": np.array(["Größe".encode()], dtype=object),
