@@ -203,10 +203,9 @@ def check_with_bodies(
     spec: BuildSpec,
     hashes: Sequence[str],
     open_with_bodies: OpenModel,
-    computed: BuildSpec | None = None,
+    computed: BuildSpec,
 ) -> Check:
     """The arithmetic of a whole model with its function bodies, in one case. computed: the spec with its limits."""
-    computed = computed or spec
     kind = Kind.FUNCTION_BODIES
     try:
         limits = limits_from_spec(spec)
