@@ -137,7 +137,7 @@ BELOW_FLOOR = (
 
 def verdict(results: BenchResults) -> Verdict:
     """The verdict on parity; a disturbed row counts. failed: a row failed. not run: a missing row might fail."""
-    if any(row.status == "failed" for row in results.rows):
+    if any(row.status == "failed" or (row.parity and not row.parity.passed) for row in results.rows):
         return "failed"
     whole = results.complete and results.rows and all(row.status != "not run" for row in results.rows)
     return "passed" if whole else "not run"
