@@ -48,6 +48,7 @@ def test_an_example_is_proven(name: str, tmp_path: Path) -> None:
         assert "passed" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.requires("torch", "onnx", "ort", "native")
 def test_the_program_in_cpp_answers_as_python_does_with_and_without_kernels(tmp_path: Path) -> None:
     import onnxruntime

@@ -16,6 +16,7 @@ import pytest
 from cuda_kernels import NATIVE, PLUGINS, ROOT, kernel_entries
 from emulated_plugins import NUMBERS, Call, emulated_op
 from kept import kept, native_sources
+from slow_cases import slow
 
 from effexport.plugins.building.build import find_headers
 from effexport.plugins.building.library import CUDA_NAME, CudaKernels, Library, find_library, sha256_of
@@ -130,7 +131,7 @@ def build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
         subprocess.run(one, check=True)
 
 
-@pytest.mark.parametrize("driver", [13000, 13020, 14000])
+@pytest.mark.parametrize("driver", [slow(13000), slow(13020), 14000])
 def test_with_a_driver_of_the_same_major_version_or_later_sessions_load_the_kernels(built: Built, driver: int) -> None:
     done = built.registered(built.library, driver)
     assert (done.stdout, done.stderr) == ("3 3 \nload 41\n", "")

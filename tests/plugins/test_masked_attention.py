@@ -12,7 +12,7 @@ from emulated_plugins import array_of
 from implementations import exact, implementation, within_limit
 from kernel_sessions import session
 from one_node import one_node_model, run_poisoned
-from slow_cases import named
+from slow_cases import named, slow
 from torch import Tensor
 
 from effexport.export.custom_nodes import inlined
@@ -59,7 +59,7 @@ def test_huge_logits_do_not_overflow(m: int) -> None:
         assert_close(implementation(OP, how).run(case, inputs), exact(CONTRACT, case, inputs), 0.05)
 
 
-@pytest.mark.parametrize("how", [*KERNELS, "cuda sm_75"])
+@pytest.mark.parametrize("how", [*KERNELS, slow("cuda sm_75")])
 def test_huge_logits_that_are_alike_weigh_alike(how: str) -> None:
     """Their own rounding, of up to 2¹¹, must not show: neither in a weight nor in the sum of all."""
     for dtype in ("float32", "float16", "bfloat16"):

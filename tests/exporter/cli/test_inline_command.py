@@ -161,6 +161,7 @@ def test_an_artifact_built_inline_says_so_everywhere(cli: Cli, built: Built, tmp
     assert "(the model had no custom operators)" in cli("inline", artifact.path, "-o", tmp_path / "again.onnx").out
 
 
+@pytest.mark.slow
 def test_the_decode_step_of_an_artifact_built_inline_is_standard_too(built: Built) -> None:
     artifact = built("linear", "attention", causal=True, inline=True)
     assert is_standard(artifact.model_path)

@@ -34,7 +34,11 @@ LENGTHS = (1, 63, 100, 1000)
 BLOCKS = ("pre-norm", "post-norm", "reversible")
 
 
-@pytest.fixture(scope="module", params=[("linear", "encoder"), ("aft-simple", "attention")], ids=lambda kind: kind[0])
+@pytest.fixture(
+    scope="module",
+    params=[("linear", "encoder"), pytest.param(("aft-simple", "attention"), marks=pytest.mark.slow)],
+    ids=lambda kind: kind[0],
+)
 def artifact(request: pytest.FixtureRequest, built: Built) -> Artifact:
     variant, scope = request.param
     longest = {"seq_len": 1024, "layers": 2} if scope == "encoder" else {}

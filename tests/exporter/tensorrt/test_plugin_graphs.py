@@ -130,7 +130,7 @@ def launched(op: str, case: Case) -> list[Call] | None:
     return calls
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("float16"), slow("bfloat16")])
 def test_sums_of_states_by_a_plugin_have_the_bits_of_those_in_outputs(dtype: str) -> None:
     """Plugins of linear attention always launch combine, launch_cuda only where slices are many."""
     op, cuda = "EluLinearAttention", implementation("EluLinearAttention", "cuda")
@@ -161,11 +161,12 @@ def test_plugins_launch_what_launch_cuda_does(op: str) -> None:
 
 
 def in_one_type() -> Iterator[Any]:
-    """The small cases of each operator in float32 or int32; two of each in every run."""
+    """The small cases of each operator in float32 or int32; one of each is quick."""
     for op in PLUGINS:
         small = [case for case in load_contract(CUDA_OPS[op]).small if case.dtype in ONE_TYPE]
         for i, case in enumerate(small):
-            yield pytest.param(op, case, id=f"{op} {case.name}", marks=[pytest.mark.soak] * (i >= 2))
+            mark = [] if i == 0 else [pytest.mark.slow] if i == 1 else [pytest.mark.soak]
+            yield pytest.param(op, case, id=f"{op} {case.name}", marks=mark)
 
 
 @pytest.mark.parametrize(("op", "case"), in_one_type())
