@@ -19,9 +19,19 @@ from effexport.base.records import read_record
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import SCOPES, BuildSpec
 from effexport.bench import costs
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, OnStep, model_of_case, products_of_case
-from effexport.bench.run import Bench, Settings, bench, describe
-from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
+from effexport.bench.grid import (
+    BenchCase,
+    BenchResults,
+    BenchRow,
+    Grid,
+    Model,
+    OnStep,
+    Settings,
+    model_of_case,
+    products_of_case,
+)
+from effexport.bench.run import Bench, bench, describe
+from effexport.bench.timing import MOST_DISTURBED, TimedCall
 from effexport.models.attention_spec import SHARED_FIELDS
 from effexport.models.contract import ModelContract
 from effexport.models.shapes import Product
@@ -88,42 +98,41 @@ class AdvicePlan:
         (seq_len,) = self.grid.seq_lens
         return seq_len // PROBE_PART if seq_len > SHORTEST_PROBED else None
 
-    def longest_ms(self, fastest_ms: float | None) -> float | None:
-        """The time above which a case need not be measured. fastest_ms: of the models measured so far."""
-        if self.limits.latency_ms is not None:
-            return self.limits.latency_ms
-        return None if fastest_ms is None else TIMES_FASTEST * fastest_ms
+    def probes(self, cases: Iterable[BenchCase]) -> list[BenchCase]:
+        """The same models, made for the same length, with shorter inputs; none if the full length is short."""
+        length = self.probed_length
+        return [replace(case, seq_len=length, model_seq_len=case.seq_len) for case in cases] if length else []
 
-    def seconds(self, rounds: int, max_seconds: float) -> float:
+    def longest_ms(self, fastest_ms: float) -> float:
+        """The time above which a case need not be measured. fastest_ms: of the models measured so far, or infinite."""
+        return TIMES_FASTEST * fastest_ms if self.limits.latency_ms is None else self.limits.latency_ms
+
+    def seconds(self, settings: Settings) -> float:
         """Roughly how long all of it takes."""
         longest_ms = self.longest_ms(1e3 * min(map(costs.call_seconds, self.cases)))
         speed = costs.FLOPS_PER_CORE * usable_cores()
         tried = [case for case in self.cases if not misses(least_ms_by_products(case, speed), longest_ms)]
-        probes = [probe for case in tried if (probe := probe_of(case, self.probed_length)) and fits(probe)]
+        probes = [probe for probe in self.probes(tried) if fits(probe)]
         full = [case for case in tried if fits(case)]
         if self.probed_length is not None:
             full = [case for case in full if not misses(1e3 * costs.call_seconds(case), longest_ms)]
         exports = {(case.label, case.runtime) for case in (*probes, *full) if RUNTIMES[case.runtime].graph}
-        return (
-            costs.START_SECONDS
-            + costs.EXPORT_SECONDS * len(exports)
-            + costs.measuring_cost(probes, PROBE_ROUNDS, max_seconds, parity=False, memory=False)
-            + costs.measuring_cost(full, rounds, max_seconds, parity=True, memory=True)
-        )
+        measured = costs.measuring_cost(probes, of_probes(settings)) + costs.measuring_cost(full, settings)
+        return costs.START_SECONDS + costs.EXPORT_SECONDS * len(exports) + measured
 
 
-def probe_of(case: BenchCase, length: int | None) -> BenchCase | None:
-    """The same model, made for the same length, with a shorter input."""
-    return None if length is None else replace(case, seq_len=length, model_seq_len=case.seq_len)
+def of_probes(settings: Settings) -> Settings:
+    """The settings of probes, which only time: parity and memory are those of the full length."""
+    return replace(settings, rounds=PROBE_ROUNDS, parity=False, memory=False)
 
 
-def least_ms_by_products(case: BenchCase, flops_per_second: float) -> float | None:
+def least_ms_by_products(case: BenchCase, flops_per_second: float) -> float:
     """A lower bound on the time of a case's matrix products, on a CPU with this speed in float32.
 
-    None for lower precisions, and for GPUs: their matrix units are several times faster.
+    0 for lower precisions, and for GPUs: their matrix units are several times faster.
     """
     if case.precision != "fp32" or RUNTIMES[case.runtime].device != "cpu":
-        return None
+        return 0.0
     flops = sum(product.flops for product in products_of_case(case))
     return SHARE_OF_PRODUCTS * 1e3 * flops / flops_per_second
 
@@ -132,10 +141,8 @@ def fits(case: BenchCase) -> bool:
     return costs.reason_too_large(case) is None
 
 
-def misses(least_ms: float | None, longest_ms: float | None) -> bool:
+def misses(least_ms: float, longest_ms: float) -> bool:
     """True if a case that takes at least this long need not be measured."""
-    if least_ms is None or longest_ms is None:
-        return False
     return least_ms > max(WORTH_LEAVING_OUT_MS, MARGIN * longest_ms)
 
 
@@ -145,7 +152,7 @@ LARGE_PRODUCT, SPEED_ROUNDS, SPEED_SECONDS = Product(1, 1024, 1024, 1024), 3, 1.
 
 def advise(plan: AdvicePlan, settings: Settings, on_step: OnStep = lambda step: None) -> BenchResults:
     """Carry out a plan. The rows of the full length and of probes, also of an interrupted run."""
-    seconds = plan.seconds(settings.rounds, settings.max_seconds)
+    seconds = plan.seconds(settings)
     return bench(plan.grid, settings, on_step, measure=lambda running: Adviser(running, plan).run(), seconds=seconds)
 
 
@@ -170,12 +177,11 @@ class Adviser:
         return self.leaves_out(case, least_ms, "its matrix products alone", source, is_disturbed)
 
     def probe(self, cases: Sequence[BenchCase]) -> dict[str, BenchRow]:
-        """The rows of these cases of one model at a shorter length, by runtime; parity is judged at the full length."""
-        probes = [probe for case in cases if (probe := probe_of(case, self.plan.probed_length))]
+        """The rows of these cases of one model at a shorter length, by runtime."""
         settings, done = self.bench.settings, len(self.bench.rows)
-        self.bench.settings = replace(settings, rounds=PROBE_ROUNDS, parity=False, memory=False)
+        self.bench.settings = of_probes(settings)
         try:
-            self.bench.size(probes)
+            self.bench.size(self.plan.probes(cases))
         finally:
             self.bench.settings = settings
         # what cannot run says so again at the full length
@@ -190,36 +196,34 @@ class Adviser:
         source = f"{duration(short_ms)} for {length:,} tokens"
         return self.leaves_out(case, short_ms * case.seq_len / length, "it", source, not probe.is_quotable)
 
-    def leaves_out(self, case: BenchCase, least_ms: float | None, what: str, source: str, is_disturbed: bool) -> bool:
+    def leaves_out(self, case: BenchCase, least_ms: float, what: str, source: str, is_disturbed: bool) -> bool:
         """Add a row that is not run if the case misses the limit by far.
 
         source: what `least_ms` was extrapolated from. is_disturbed: by other programs, so it is too long.
         """
-        if least_ms is not None and is_disturbed:
+        if is_disturbed:
             least_ms /= MOST_DISTURBED
-        if least_ms is None or not misses(least_ms, self.plan.longest_ms(self.fastest_ms)):
+            source += f", {MOST_DISTURBED} times as fast because other programs disturbed that"
+        if not misses(least_ms, self.plan.longest_ms(self.fastest_ms)):
             return False
         reason = f"left out: {what} would take at least {duration(least_ms)}, extrapolated from {source}"
-        if is_disturbed:
-            reason += f", {MOST_DISTURBED} times as fast because other programs disturbed that"
         self.bench.rows.append(BenchRow(case=case, status="not run", reason=reason))
         self.bench.pace.say(f"{describe(case)}: left out")
         return True
 
     @property
-    def fastest_ms(self) -> float | None:
-        """Of the full length, within the memory limit."""
+    def fastest_ms(self) -> float:
+        """Of the full length, within the memory limit; infinite if nothing was timed so far."""
         limit = self.plan.limits.memory_bytes
         full = (row for row in self.bench.rows if row.case.model_seq_len is None)
         fits = [row for row in full if limit is None or row.peak_bytes is None or row.peak_bytes <= limit]
-        return min((row.timing.median_ms for row in fits if row.timing), default=None)
+        return min((row.timing.median_ms for row in fits if row.timing), default=math.inf)
 
 
 def speed_of_products(bench: Bench) -> tuple[float, bool]:
     """Operations per second of a large product in float32, with all threads; and whether others disturbed that."""
     call = TimedCall("products", costs.run_products([LARGE_PRODUCT]), "torch")
-    judges_waits = bench.threads <= bench.machine.cores
-    rotation = Rotation([call], SPEED_ROUNDS, SPEED_SECONDS, bench.machine, judges_waits)
+    rotation = bench.rotation([call], SPEED_ROUNDS, SPEED_SECONDS)
     rotation.run()
     undisturbed = rotation.samples[call.name]
     seconds = min((undisturbed or rotation.disturbed[call.name]).values())

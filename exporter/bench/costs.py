@@ -16,7 +16,7 @@ from effexport.base.errors import EffexportError
 from effexport.base.formatting import memory
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE, Runtime
 from effexport.bench.candidates import short, signature_of_case, synchronize
-from effexport.bench.grid import BenchCase, logits_bytes, products_of_case
+from effexport.bench.grid import BenchCase, Settings, logits_bytes, products_of_case
 from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of
@@ -197,17 +197,18 @@ def call_seconds(case: BenchCase) -> float:
     return flops / (FLOPS_PER_CORE * usable_cores()) + moved / BYTES_PER_SECOND + 1e-3
 
 
-def prepare_cost(case: BenchCase, parity: bool = True) -> float:
+def prepare_cost(case: BenchCase, settings: Settings) -> float:
     """Loading, and comparing with PyTorch unless that is left out."""
     reference = replace(case, runtime=TORCH_OF_DEVICE["cpu"])
-    return LOAD_SECONDS + parity * REFERENCE_CALLS * call_seconds(reference)
+    return LOAD_SECONDS + settings.parity * REFERENCE_CALLS * call_seconds(reference)
 
 
-def timing_cost(case: BenchCase, rounds: int, max_seconds: float) -> float:
+def timing_cost(case: BenchCase, settings: Settings) -> float:
     """Warming up and taking turns with the floors of the model."""
-    call = call_seconds(case)
+    call, rounds = call_seconds(case), settings.rounds
     is_short = call < WAKE_UP_BELOW_SECONDS
-    timed = max(min(max_seconds, rounds * call * (SHORT_RUNS if is_short else 1)), min(rounds, FEWEST_ROUNDS) * call)
+    planned = min(settings.max_seconds, rounds * call * (SHORT_RUNS if is_short else 1))
+    timed = max(planned, min(rounds, FEWEST_ROUNDS) * call)
     waking = timed / SHORT_RUNS if is_short else 0.0
     return TIMES_WITH_FLOORS * (WARM_UP_RUNS * call + timed + waking) + rounds * PAUSES_SECONDS
 
@@ -216,9 +217,9 @@ def memory_cost(case: BenchCase) -> float:
     return CHILD_SECONDS + CHILD_CALLS * call_seconds(case)
 
 
-def measuring_cost(cases: Iterable[BenchCase], rounds: int, max_seconds: float, *, parity: bool, memory: bool) -> float:
+def measuring_cost(cases: Iterable[BenchCase], settings: Settings) -> float:
     """Preparing, timing and measuring the memory of some cases, whose files are exported."""
     return sum(
-        prepare_cost(case, parity) + timing_cost(case, rounds, max_seconds) + memory * memory_cost(case)
+        prepare_cost(case, settings) + timing_cost(case, settings) + settings.memory * memory_cost(case)
         for case in cases
     )

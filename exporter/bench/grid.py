@@ -1,4 +1,5 @@
-"""The cases of a benchmark, models × lengths × batches × runtimes, and the results of benchmarks and sweeps.
+"""The cases of a benchmark, models × lengths × batches × runtimes, the settings of its measurement, and the results of
+benchmarks and sweeps.
 
 Results are the records behind JSON, CSV and page. Loads no framework.
 """
@@ -6,6 +7,7 @@ Results are the records behind JSON, CSV and page. Loads no framework.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -87,6 +89,25 @@ class Grid:
         for (seq_len, batch, precision), model, runtime in itertools.product(sizes, self.models, self.runtimes):
             own: dict[str, Any] = {"seq_len": seq_len, "batch": batch, "precision": precision, "runtime": runtime}
             yield BenchCase(label=model.label, variant=model.variant, options=model.options, **own, **shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a measurement. threads: of each runtime (None: one per core). max_seconds: timed, per row.
+
+    parity: compare with PyTorch before timing. memory: measure it too, except of rows slower than `longest_ms`.
+    wait_seconds: the longest total wait for other programs to leave the machine alone.
+    """
+
+    rounds: int = 15
+    max_seconds: float = 10.0
+    threads: int | None = None
+    parity: bool = True
+    memory: bool = True
+    longest_ms: float = math.inf
+    wait_seconds: float = 0.0
+    preset: str = ""
+    command: str = ""
 
 
 def models_from_text(text: str, option: str = "--variants") -> tuple[Model, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -41,6 +40,7 @@ from effexport.bench.grid import (
     Grid,
     OnStep,
     Pace,
+    Settings,
     made_now,
     model_of_case,
     products_of_case,
@@ -64,25 +64,6 @@ if TYPE_CHECKING:
 # torch.compile silently falls back to eager mode after 8 shapes or models that share code.
 RECOMPILE_LIMIT = 1024
 NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept memory that the others need"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a measurement. threads: of each runtime (None: one per core). max_seconds: timed, per row.
-
-    parity: compare with PyTorch before timing. memory: measure it too, except of rows slower than `longest_ms`.
-    wait_seconds: the longest total wait for other programs to leave the machine alone.
-    """
-
-    rounds: int = 15
-    max_seconds: float = 10.0
-    threads: int | None = None
-    parity: bool = True
-    memory: bool = True
-    longest_ms: float = math.inf
-    wait_seconds: float = 0.0
-    preset: str = ""
-    command: str = ""
 
 
 @dataclass
@@ -132,8 +113,7 @@ class Bench:
     def size(self, cases: Sequence[BenchCase]) -> None:
         """All cases of one length, batch and precision."""
         found: list[PreparedCase] = []
-        judges_waits = self.threads <= self.machine.cores
-        rotation = Rotation([], self.settings.rounds, self.settings.max_seconds, self.machine, judges_waits)
+        rotation = self.rotation([], self.settings.rounds, self.settings.max_seconds)
         try:
             for _, group in itertools.groupby(cases, key=lambda case: case.label):
                 found += self.prepared(list(group))
@@ -156,12 +136,15 @@ class Bench:
             for item in found:
                 item.close()
 
+    def rotation(self, calls: Sequence[TimedCall], rounds: int, max_seconds: float) -> Rotation:
+        """Turns of calls that have all threads of the run; with more than there are cores, they wait for each other."""
+        return Rotation(calls, rounds, max_seconds, self.machine, judges_waits=self.threads <= self.machine.cores)
+
     def prepared(self, cases: Sequence[BenchCase]) -> Iterator[PreparedCase]:
         """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
         # PyTorch's answer, made when first needed
         reference = cache(lambda: reference_of_case(cases[0], inputs_of_case(cases[0])))
         for case in cases:
-            files = len(self._models)
             self.pace.say(f"{describe(case)}: preparing")
             item = PreparedCase(BenchRow(case=case, status="measured"))
             reason = costs.reason_not_run(case)
@@ -169,9 +152,7 @@ class Bench:
                 item.stop(reason, failed=False)
             else:
                 self.prepare(item, reference)
-                self.pace.pay(
-                    costs.prepare_cost(case, self.settings.parity) + costs.EXPORT_SECONDS * (len(self._models) - files)
-                )
+                self.pace.pay(costs.prepare_cost(case, self.settings))
             yield item
 
     def prepare(self, item: PreparedCase, reference: Callable[[], Case]) -> None:
@@ -217,6 +198,7 @@ class Bench:
                 self._models[name] = self.folder / name
             except (EffexportError, SpecError) as error:
                 self._models[name] = error
+            self.pace.pay(costs.EXPORT_SECONDS)
         found = self._models[name]
         if isinstance(found, Exception):
             raise found
@@ -243,7 +225,7 @@ class Bench:
         labels = {item.row.case.label for item in ready}
         first = replace(ready[0].row.case, runtime="")
         title = describe(first if len(labels) == 1 else replace(first, label="all models"))
-        cost = sum(costs.timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
+        cost = sum(costs.timing_cost(item.row.case, settings) for item in ready)
 
         def on_round(number: int) -> None:
             self.pace.pay(cost / settings.rounds if number <= settings.rounds else 0.0)
@@ -276,21 +258,17 @@ class Bench:
     def fill_in_ratios(self, rotation: Rotation, found: Sequence[PreparedCase]) -> None:
         """Fill in the speedup of each undisturbed row over undisturbed softmax, and over PyTorch."""
         good = {item.name: rotation.samples[item.name] for item in found if item.row.is_quotable}
+        labels = (model.label for model in self.grid.models if model.variant == "softmax" and not model.options)
+        plain = next(labels, "")
         for item in found:
             case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
-            own, softmax = good.get(item.name, {}), good.get(f"{self.softmax_label} on {case.runtime}", {})
+            own, softmax = good.get(item.name, {}), good.get(f"{plain} on {case.runtime}", {})
             torch = good.get(f"{case.label} on {TORCH_OF_DEVICE[device]}", {})
             item.row = replace(
                 item.row,
                 times_softmax=times_faster(own, softmax, rotation.fewest),
                 times_torch=times_faster(own, torch, rotation.fewest),
             )
-
-    @property
-    def softmax_label(self) -> str:
-        """The label of plain softmax attention in this grid, or "" if it has none."""
-        labels = [model.label for model in self.grid.models if model.variant == "softmax" and not model.options]
-        return next(iter(labels), "")
 
     def measure_memory(self, found: Sequence[PreparedCase]) -> None:
         for item in found:
@@ -355,13 +333,7 @@ def total_cost(grid: Grid, settings: Settings) -> float:
     """Roughly how many seconds a benchmark takes, without the rows that this machine cannot run."""
     cases = [case for case in grid.cases() if costs.reason_not_run(case) is None]
     files = {file_name(case) for case in cases if RUNTIMES[case.runtime].graph}
-    return (
-        costs.START_SECONDS
-        + costs.EXPORT_SECONDS * len(files)
-        + costs.measuring_cost(
-            cases, settings.rounds, settings.max_seconds, parity=settings.parity, memory=settings.memory
-        )
-    )
+    return costs.START_SECONDS + costs.EXPORT_SECONDS * len(files) + costs.measuring_cost(cases, settings)
 
 
 def file_name(case: BenchCase) -> str:

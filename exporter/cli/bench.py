@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -39,7 +39,7 @@ from effexport.bench.advice import (
     models_of_results,
     quality_of_cases,
 )
-from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, Step, models_from_text
+from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, Settings, Step, models_from_text
 from effexport.bench.presets import PRESETS, Preset
 from effexport.cli._console import result_console, stderr_console, step_progress
 from effexport.cli._verbs import verb
@@ -47,9 +47,6 @@ from effexport.models.attention_spec import AttentionSpec, attention_spec, field
 from effexport.models.validation import SpecError, did_you_mean, require
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.runners.options import MOST_THREADS
-
-if TYPE_CHECKING:
-    from effexport.bench.run import Settings
 
 DEFAULT_OUTPUT = Path("bench")
 
@@ -107,8 +104,6 @@ class BenchRequest(Options):
 
         Raises UserError and SpecError for options that contradict each other or cannot work.
         """
-        from effexport.bench.run import Settings
-
         self.check()
         settings = Settings(command=command_of("bench", self))
         what: Grid | AdvicePlan
@@ -357,7 +352,7 @@ def announced(what: Grid | AdvicePlan, settings: Settings) -> Iterator[str]:
         name = f"preset {settings.preset}" if settings.preset else "plan"
         yield f"{name}: {rows}; about {seconds}; Ctrl-C keeps the results so far"
         return
-    seconds = rough_duration(what.seconds(settings.rounds, settings.max_seconds))
+    seconds = rough_duration(what.seconds(settings))
     yield f"plan: {model_text(what)}; about {seconds}, and Ctrl-C gives the advice so far"
     order = "; ".join(cases[0].label for cases in what.models)
     yield f"      on {listed(what.grid.runtimes)}, the cheapest first: {order}"
