@@ -19,19 +19,9 @@ from effexport.base.records import read_record
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import SCOPES, BuildSpec
 from effexport.bench import costs
-from effexport.bench.grid import (
-    BenchCase,
-    BenchResults,
-    BenchRow,
-    Grid,
-    Model,
-    OnStep,
-    Settings,
-    model_of_case,
-    products_of_case,
-)
-from effexport.bench.run import Bench, bench, describe
-from effexport.bench.timing import MOST_DISTURBED, TimedCall
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, OnStep
+from effexport.bench.run import Bench, bench
+from effexport.bench.timing import MOST_DISTURBED, Settings, TimedCall
 from effexport.models.attention_spec import SHARED_FIELDS
 from effexport.models.contract import ModelContract
 from effexport.models.shapes import Product
@@ -133,8 +123,7 @@ def least_ms_by_products(case: BenchCase, flops_per_second: float) -> float:
     """
     if case.precision != "fp32" or RUNTIMES[case.runtime].device != "cpu":
         return 0.0
-    flops = sum(product.flops for product in products_of_case(case))
-    return SHARE_OF_PRODUCTS * 1e3 * flops / flops_per_second
+    return SHARE_OF_PRODUCTS * 1e3 * case.flops / flops_per_second
 
 
 def fits(case: BenchCase) -> bool:
@@ -208,7 +197,7 @@ class Adviser:
             return False
         reason = f"left out: {what} would take at least {duration(least_ms)}, extrapolated from {source}"
         self.bench.rows.append(BenchRow(case=case, status="not run", reason=reason))
-        self.bench.pace.say(f"{describe(case)}: left out")
+        self.bench.pace.say(f"{case.title}: left out")
         return True
 
     @property
@@ -374,7 +363,7 @@ def matching(cases: Sequence[BenchCase], one: Judged) -> BenchCase:
 
 def differences(case: BenchCase, one: Judged) -> dict[str, tuple[object, object]]:
     """By name, what was judged and what is timed, where the two differ."""
-    judged, timed = facts(one.spec.model), facts(model_of_case(case))
+    judged, timed = facts(one.spec.model), facts(case.model)
     pairs = {name: (judged.get(name), timed.get(name)) for name in judged | timed}
     pairs["precision"] = (one.found.precision, case.precision)
     # a text is cut into windows, and other rows are as long as they are

@@ -16,8 +16,8 @@ from effexport.base.errors import EffexportError
 from effexport.base.formatting import memory
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE, Runtime
 from effexport.bench.candidates import short, signature_of_case, synchronize
-from effexport.bench.grid import BenchCase, Settings, logits_bytes, products_of_case
-from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
+from effexport.bench.grid import BenchCase
+from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS, Settings
 from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of
 
@@ -114,7 +114,7 @@ ARENA_SHARE = 0.25
 
 def needed_bytes(case: BenchCase) -> int:
     """Roughly what a plain implementation needs at its peak."""
-    return COPIES_OF_LOGITS * logits_bytes(case) + COPIES_OF_INPUTS * traffic_bytes(case)
+    return COPIES_OF_LOGITS * case.logits_bytes + COPIES_OF_INPUTS * traffic_bytes(case)
 
 
 def reason_too_large(case: BenchCase) -> str | None:
@@ -191,10 +191,9 @@ TIMES_WITH_FLOORS, PAUSES_SECONDS = 2.0, 0.06
 
 def call_seconds(case: BenchCase) -> float:
     """Roughly how long one call takes."""
-    flops = sum(product.flops for product in products_of_case(case))
     is_plain = RUNTIMES[case.runtime].graph != "ours"
-    moved = PASSES_OF_INPUTS * traffic_bytes(case) + is_plain * PASSES_OF_LOGITS * logits_bytes(case)
-    return flops / (FLOPS_PER_CORE * usable_cores()) + moved / BYTES_PER_SECOND + 1e-3
+    moved = PASSES_OF_INPUTS * traffic_bytes(case) + is_plain * PASSES_OF_LOGITS * case.logits_bytes
+    return case.flops / (FLOPS_PER_CORE * usable_cores()) + moved / BYTES_PER_SECOND + 1e-3
 
 
 def prepare_cost(case: BenchCase, settings: Settings) -> float:

@@ -25,7 +25,7 @@ from effexport.base.option_fields import options_of, words_of
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
 from effexport.bench.findings import median_text
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, model_of_case
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
 from effexport.options import BuildOptions
@@ -231,7 +231,7 @@ def command_from_case(case: BenchCase, spec_file: str = "") -> BuildCommand | No
     if runtime.graph != "ours":
         return None
     given = options_from_toml(Path(spec_file)) if spec_file else {}
-    attention = model_of_case(case).attention
+    attention = case.model.attention
     values: dict[str, Any] = {"variant": case.variant, "scope": case.scope, "dim": attention.dim}
     values |= {"heads": attention.heads, "seq_len": case.seq_len}
     values |= {"batch": case.batch} if case.batch != given.get("batch", 1) else {}
@@ -299,7 +299,7 @@ def advice_from_results(results: BenchResults, plan: AdvicePlan) -> Advice:
 def model_text(plan: AdvicePlan) -> str:
     """The measured model: `one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32`."""
     case = plan.cases[0]
-    model = model_of_case(case)
+    model = case.model
     name = f"an encoder of {counted(model.layers, 'layer')}" if case.scope == "encoder" else "one attention layer"
     size = f"width {model.attention.dim}, {counted(model.attention.heads, 'head')}"
     return f"{name} ({size}), {case.batch} × {case.seq_len:,} tokens, {case.precision}"

@@ -32,21 +32,10 @@ from effexport.bench.candidates import (
     spec_of_file,
 )
 from effexport.bench.executors import peak_memory
-from effexport.bench.grid import (
-    BenchCase,
-    BenchResults,
-    BenchRow,
-    Floor,
-    Grid,
-    OnStep,
-    Pace,
-    Settings,
-    made_now,
-    model_of_case,
-    products_of_case,
-)
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Floor, Grid, OnStep, Pace, made_now
 from effexport.bench.timing import (
     Rotation,
+    Settings,
     TimedCall,
     disturbance_of,
     note_of,
@@ -145,7 +134,7 @@ class Bench:
         # PyTorch's answer, made when first needed
         reference = cache(lambda: reference_of_case(cases[0], inputs_of_case(cases[0])))
         for case in cases:
-            self.pace.say(f"{describe(case)}: preparing")
+            self.pace.say(f"{case.title}: preparing")
             item = PreparedCase(BenchRow(case=case, status="measured"))
             reason = costs.reason_not_run(case)
             if reason is not None:
@@ -160,7 +149,7 @@ class Bench:
         case = item.row.case
         item.memory_arena = not RUNTIMES[case.runtime].graph or costs.arena_fits(case)
         try:
-            item.model = self.model_of_case(case)
+            item.model = self.file_of_case(case)
             item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
             item.candidate.bind(inputs_of_case(case))
             item.candidate.run()
@@ -176,7 +165,7 @@ class Bench:
             figures = "" if parity.value is None else f" {number(parity.value)} > {number(parity.limit)}"
             item.stop(f"parity: {parity.metric}{figures}; {parity.detail}", failed=True)
 
-    def model_of_case(self, case: BenchCase) -> Path | None:
+    def file_of_case(self, case: BenchCase) -> Path | None:
         """The file that the runtime reads, made at the first request. A failure is raised again at every request."""
         runtime = RUNTIMES[case.runtime]
         if not runtime.graph:
@@ -213,9 +202,7 @@ class Bench:
             # every session has its own threads
             yield TimedCall(item.name, item.candidate.run, item.name if runtime.graph else "torch")
         for (label, device), case in devices.items():
-            yield TimedCall(
-                f"products of {label} on {device}", costs.run_products(products_of_case(case), device), "torch"
-            )
+            yield TimedCall(f"products of {label} on {device}", costs.run_products(case.products, device), "torch")
             yield TimedCall(f"pass of {label} on {device}", costs.run_pass(costs.traffic_bytes(case), device), "torch")
 
     def time(self, rotation: Rotation, ready: Sequence[PreparedCase]) -> None:
@@ -224,7 +211,7 @@ class Bench:
         settings = self.settings
         labels = {item.row.case.label for item in ready}
         first = replace(ready[0].row.case, runtime="")
-        title = describe(first if len(labels) == 1 else replace(first, label="all models"))
+        title = (first if len(labels) == 1 else replace(first, label="all models")).title
         cost = sum(costs.timing_cost(item.row.case, settings) for item in ready)
 
         def on_round(number: int) -> None:
@@ -275,7 +262,7 @@ class Bench:
             if item.row.timing is None or item.row.timing.median_ms > self.settings.longest_ms:
                 continue
             case = item.row.case
-            self.pace.say(f"{describe(case)}: measuring memory")
+            self.pace.say(f"{case.title}: measuring memory")
             outcome = peak_memory(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
             if outcome.status == "finished":
                 item.row = replace(item.row, peak_bytes=outcome.peak_bytes)
@@ -338,7 +325,7 @@ def total_cost(grid: Grid, settings: Settings) -> float:
 
 def file_name(case: BenchCase) -> str:
     """The name of a case's exported file, without its suffix. Some models have one file for every length."""
-    model, graph = model_of_case(case), RUNTIMES[case.runtime].graph
+    model, graph = case.model, RUNTIMES[case.runtime].graph
     length = "any" if case.scope != "encoder" and model.attention.is_length_free else model.seq_len
     precision = case.precision + (spec_of_file(case).bf16 or "")
     return f"{case.label}-{length}-{precision}-{graph}".replace(" ", "_").replace("/", "_")
@@ -348,9 +335,3 @@ def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
     """Medians over the same rounds as those of the candidates, so that slow phases of the machine affect both."""
     products, one_pass = (rotation.median_ms(f"{what} of {label} on {device}") for what in ("products", "pass"))
     return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)
-
-
-def describe(case: BenchCase) -> str:
-    batch = f"{case.batch} × " if case.batch > 1 else ""
-    runtime = f" on {case.runtime}" if case.runtime else ""
-    return f"{case.label}, {batch}{case.seq_len} tokens{runtime}"

@@ -7,6 +7,7 @@ repeated, within bounds, and do not count.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -16,6 +17,26 @@ from statistics import fmean
 from effexport.base.formatting import rough_duration
 from effexport.base.machine import CoreUse, Machine, waited_between
 from effexport.bench.grid import BenchRow, Disturbance, Timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a measurement. threads: of each runtime (None: one per core). max_seconds: timed, per row.
+
+    parity: compare with PyTorch before timing. memory: measure it too, except of rows slower than `longest_ms`.
+    wait_seconds: the longest total wait for other programs to leave the machine alone.
+    """
+
+    rounds: int = 15
+    max_seconds: float = 10.0
+    threads: int | None = None
+    parity: bool = True
+    memory: bool = True
+    longest_ms: float = math.inf
+    wait_seconds: float = 0.0
+    preset: str = ""
+    command: str = ""
+
 
 # The use of cores is counted in hundredths of a second, so a shorter look would not see 5 %.
 LOOK_SECONDS = 2.0

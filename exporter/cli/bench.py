@@ -39,8 +39,9 @@ from effexport.bench.advice import (
     models_of_results,
     quality_of_cases,
 )
-from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, Settings, Step, models_from_text
+from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, Step, models_from_text
 from effexport.bench.presets import PRESETS, Preset
+from effexport.bench.timing import Settings
 from effexport.cli._console import result_console, stderr_console, step_progress
 from effexport.cli._verbs import verb
 from effexport.models.attention_spec import AttentionSpec, attention_spec, field_names

@@ -19,7 +19,7 @@ from effexport.base.errors import UserError
 from effexport.bench import advice as advise_module
 from effexport.bench import recommendation as advise_rendering
 from effexport.bench.advice import AdvicePlan, Adviser, Limits, least_ms_by_products, misses
-from effexport.bench.grid import BenchCase, BenchRow, Grid, Settings, Status, model_of_case, models_from_text
+from effexport.bench.grid import BenchCase, BenchRow, Grid, Status, models_from_text
 from effexport.bench.recommendation import (
     NOTHING_MEASURED,
     OTHER_MODELS,
@@ -29,6 +29,7 @@ from effexport.bench.recommendation import (
     model_text,
 )
 from effexport.bench.run import Bench
+from effexport.bench.timing import Settings
 from effexport.cli.bench import BenchRequest
 from effexport.models.validation import SpecError
 from effexport.models.variants import ATTENTION_SPECS
@@ -347,7 +348,7 @@ def described(tmp_path: Path, toml: str = "", **flags: Any) -> AdvicePlan:
 def test_layers_describe_an_encoder_and_nothing_describes_the_default_layer_of_build(tmp_path: Path) -> None:
     layer, encoder = described(tmp_path, seq_len=64), described(tmp_path, seq_len=64, layers=3, dim=96, heads=3)
     assert (layer.cases[0].scope, layer.cases[0].heads * layer.cases[0].head_dim) == ("attention", 256)
-    model = model_of_case(encoder.cases[0])
+    model = encoder.cases[0].model
     assert (model.scope, model.layers, model.attention.dim, model.attention.heads) == ("encoder", 3, 96, 3)
     assert len(layer.cases) == len(ATTENTION_SPECS)
 
@@ -356,7 +357,7 @@ def test_a_spec_file_describes_every_variant_and_refuses_those_that_cannot_be(tm
     toml = 'variant = "lsh"\nseq_len = 64\ncausal = true\n[attention]\nnum_buckets = 4\n[encoder]\nff_dim = 48\n'
     plan = described(tmp_path, toml, variants="linear,lsh,nystrom")
     assert "nystrom attention has no causal form" in plan.refused["nystrom"]
-    models = {case.label: model_of_case(case) for case in plan.cases}
+    models = {case.label: case.model for case in plan.cases}
     assert set(models) == {"linear", "lsh"}
     assert all(model.attention.causal and model.ff_size == 48 for model in models.values())  # type: ignore[union-attr]
     assert models["lsh"].attention.num_buckets == 4  # type: ignore[attr-defined]
@@ -411,7 +412,7 @@ def test_the_command_builds_the_model_that_was_measured(tmp_path: Path, toml: st
             words[words.index(found.file)] = str(tmp_path / "written.toml")
             (tmp_path / "written.toml").write_text((toml and toml + "\n") + "\n".join(found.lines))
         spec = BuildRequest.of(options_from_words(words[2:])).resolve()[0]
-        assert spec.model == model_of_case(case)
+        assert spec.model == case.model
         assert (spec.batch, spec.precision) == (case.batch, case.precision)
 
 

@@ -13,8 +13,9 @@ import pytest
 from planted_machine import PlantedMachine
 
 from effexport.bench import run as bench_run
-from effexport.bench.grid import Agreement, Grid, Settings, models_from_text, results_from_json
+from effexport.bench.grid import Agreement, Grid, models_from_text, results_from_json
 from effexport.bench.run import bench
+from effexport.bench.timing import Settings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]

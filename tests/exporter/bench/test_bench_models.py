@@ -28,7 +28,7 @@ from effexport.bench.candidates import (
     reference_of_case,
     signature_of_case,
 )
-from effexport.bench.grid import BenchCase, Grid, Model, spec_from_case
+from effexport.bench.grid import BenchCase, Grid, Model
 from effexport.export.onnx_graph import all_nodes
 from effexport.plugins.ops import DOMAIN
 
@@ -118,7 +118,7 @@ def test_signatures_are_those_of_the_modules(variant: str) -> None:
     hidden = torch.zeros(case.batch, case.seq_len, case.heads * case.head_dim)
     core = module_from_case(case)
     projected = core.layer.project(hidden)  # type: ignore[operator, union-attr]
-    heads, channels = spec_from_case(case).attention.projected
+    heads, channels = case.spec.attention.projected
     assert [tuple(x.shape) for x in projected] == [(2, heads, 100, width) for width in channels.values()]
     assert [x.shape for x in inputs_of_case(case).values()] == [tuple(x.shape) for x in projected]
 
