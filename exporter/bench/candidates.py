@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
-from effexport.base.errors import RuntimeUnsupportedError, StageError
+from effexport.base.errors import RuntimeUnsupportedError, StageError, is_out_of_memory
 from effexport.base.runtimes import DEFAULT_RUNTIME, RUNTIMES
 from effexport.bench.grid import Agreement, BenchCase
 from effexport.export.onnx_graph import GraphSignature
@@ -155,7 +155,8 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
     with quiet(streams=True):
         try:
             program = plain_program(at_precision(module_from_case(case), spec.precision), case)
-            if left := sorted({node.target.name() for node in program.graph.nodes if is_of_ours(node.target)}):
+            ours = (node.target for node in program.graph.nodes if getattr(node.target, "namespace", "") == DOMAIN)
+            if left := sorted({target.name() for target in ours}):
                 loops = f"{', '.join(left)} computes token by token, which torch.onnx cannot trace at a free length"
                 raise StageError(STAGE, loops)
             exported = torch.onnx.export(
@@ -172,10 +173,6 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
             raise StageError(STAGE, f"torch.onnx could not export the module: {reason_of(error)}") from error
     assert exported is not None
     exported.save(path)
-
-
-def is_of_ours(target: object) -> bool:
-    return getattr(target, "namespace", "") == DOMAIN
 
 
 def plain_program(module: nn.Module, case: BenchCase) -> torch.export.ExportedProgram:
@@ -366,9 +363,11 @@ def engine_from_case(case: BenchCase, model: Path, output: Path) -> None:
     engine_from_onnx(model, spec, output, precision=case.spec.precision)
 
 
-def is_beyond_runtime(error: BaseException) -> bool:
-    """True if the runtime has no kernel for an element type, such as bfloat16 on a CPU: not a failure of the model."""
-    return isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
+def is_limit_of_machine(error: BaseException) -> bool:
+    """True if an error is not a failure of the model: there is too little memory, or the runtime has no kernel for an
+    element type, such as bfloat16 on a CPU."""
+    is_beyond_runtime = isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
+    return is_beyond_runtime or is_out_of_memory(error)
 
 
 def short(error: BaseException | str) -> str:
@@ -432,11 +431,13 @@ def tokens_first(case: BenchCase, outputs: Mapping[str, Array]) -> dict[str, Arr
 def agreement(candidate: Candidate, case: BenchCase, golden: Case) -> Agreement:
     """Compare the outputs of the candidate's last call. Names, types and shapes first, then NaN, then the numbers."""
     outputs = candidate.outputs()
-    problem = signature_problem(case, outputs)
-    if problem:
+    sizes = {"batch": case.batch, "seq": case.seq_len}
+    expected = {tensor.name: (tensor.dtype, shape_of(tensor.dims, sizes)) for tensor in signature_of_case(case).outputs}
+    actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
+    if actual != expected:
+        problem = f"outputs are {actual}; expected {expected}"
         return Agreement(passed=False, metric="names, dtypes, shapes", value=None, limit=None, detail=problem)
-    plain = tokens_first(case, outputs)
-    checks = list(judged_checks(candidate, case, golden, plain))
+    checks = list(judged_checks(candidate, case, golden, tokens_first(case, outputs)))
     # the first failure, or the check with the most informative number: the first after finiteness
     shown = next((check for check in checks if check.status != "passed"), checks[1])
     return Agreement(
@@ -468,11 +469,3 @@ def judged_checks(candidate: Candidate, case: BenchCase, golden: Case, outputs: 
     if given is not None:
         yield from check_given_buckets(golden, tokens_first(case, given[0]), given[1], spec)
     yield check_free_run(golden, outputs, spec)
-
-
-def signature_problem(case: BenchCase, outputs: Mapping[str, Array]) -> str:
-    """A mismatch of names, types or shapes; "" if there is none."""
-    sizes = {"batch": case.batch, "seq": case.seq_len}
-    expected = {tensor.name: (tensor.dtype, shape_of(tensor.dims, sizes)) for tensor in signature_of_case(case).outputs}
-    actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
-    return "" if actual == expected else f"outputs are {actual}; expected {expected}"

@@ -138,15 +138,9 @@ def outcome_of_process(folder: Path, code: int | None, limits: CellLimits) -> Ou
     try:
         return OUTCOMES.decode((folder / OUTCOME).read_bytes())
     except (OSError, msgspec.DecodeError):
-        return failed(reason_of_exit(code), platform.node())
-
-
-def reason_of_exit(code: int) -> str:
-    if code >= 0:
-        return f"its process ended with exit status {code} without an outcome; see the log"
-    name = ending(code)
-    hint = "; most likely the system ran out of memory" if name == "SIGKILL" else "; see the log"
-    return f"its process was ended by {name}{hint}"
+        end = f"ended with {ending(code)} without an outcome" if code >= 0 else f"was ended by {ending(code)}"
+        hint = "most likely the system ran out of memory" if code == -signal.SIGKILL else "see the log"
+        return failed(f"its process {end}; {hint}", platform.node())
 
 
 def tail(log: Path) -> str:

@@ -10,16 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from effexport.base.formatting import (
-    NOTHING,
-    Word,
-    command_line,
-    counted,
-    duration,
-    listed,
-    memory,
-    three_digits,
-)
+from effexport.base.formatting import NOTHING, Word, command_line, counted, duration, listed, memory, three_digits
 from effexport.base.machine import Processor
 from effexport.base.option_fields import options_of, words_of
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES

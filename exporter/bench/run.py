@@ -13,37 +13,14 @@ from typing import TYPE_CHECKING
 
 from effexport.base.disk import ANOTHER_TEMPORARY, disk_problem, write_error
 from effexport.base.environment import describe_machine, usable_cores
-from effexport.base.errors import EffexportError, is_out_of_memory
+from effexport.base.errors import EffexportError
 from effexport.base.formatting import number
 from effexport.base.machine import Machine
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
-from effexport.bench import costs
-from effexport.bench.candidates import (
-    Candidate,
-    agreement,
-    candidate_from_case,
-    engine_from_case,
-    inputs_of_case,
-    is_beyond_runtime,
-    naive_onnx_from_case,
-    onnx_from_case,
-    reference_of_case,
-    short,
-    spec_of_file,
-)
+from effexport.bench import candidates, costs
 from effexport.bench.executors import peak_memory
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Floor, Grid, OnStep, Pace, made_now
-from effexport.bench.timing import (
-    Rotation,
-    Settings,
-    TimedCall,
-    disturbance_of,
-    note_of,
-    reason_disturbed,
-    times_faster,
-    timing_from_samples,
-    wait_until_idle,
-)
+from effexport.bench.timing import Rotation, Settings, TimedCall, timed_row, times_faster, wait_until_idle
 from effexport.models.validation import SpecError
 from effexport.proof.module_runs import torch_threads
 
@@ -60,7 +37,7 @@ class PreparedCase:
     """A case being measured; once the status of `row` is not "measured", nothing more is done with it."""
 
     row: BenchRow
-    candidate: Candidate | None = None
+    candidate: candidates.Candidate | None = None
     model: Path | None = None
     memory_arena: bool = True
 
@@ -132,7 +109,7 @@ class Bench:
     def prepared(self, cases: Sequence[BenchCase]) -> Iterator[PreparedCase]:
         """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
         # PyTorch's answer, made when first needed
-        reference = cache(lambda: reference_of_case(cases[0], inputs_of_case(cases[0])))
+        reference = cache(lambda: candidates.reference_of_case(cases[0], candidates.inputs_of_case(cases[0])))
         for case in cases:
             self.pace.say(f"{case.title}: preparing")
             item = PreparedCase(BenchRow(case=case, status="measured"))
@@ -150,14 +127,16 @@ class Bench:
         item.memory_arena = not RUNTIMES[case.runtime].graph or costs.arena_fits(case)
         try:
             item.model = self.file_of_case(case)
-            item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
-            item.candidate.bind(inputs_of_case(case))
+            item.candidate = candidates.candidate_from_case(
+                case, item.model, threads=self.threads, memory_arena=item.memory_arena
+            )
+            item.candidate.bind(candidates.inputs_of_case(case))
             item.candidate.run()
-            parity = agreement(item.candidate, case, reference()) if self.settings.parity else None
+            parity = candidates.agreement(item.candidate, case, reference()) if self.settings.parity else None
         except Exception as error:  # runtimes and compilers have no common base class for their errors
             if disk_problem(error):  # nothing that follows could be measured either
                 raise write_error(self.folder, error, ANOTHER_TEMPORARY) from error
-            item.stop(short(error), failed=not (is_out_of_memory(error) or is_beyond_runtime(error)))
+            item.stop(candidates.short(error), failed=not candidates.is_limit_of_machine(error))
             return
         note = "" if item.memory_arena else NO_ARENA
         item.row = replace(item.row, parity=parity, implementation=dict(item.candidate.implementation), note=note)
@@ -171,13 +150,13 @@ class Bench:
         if not runtime.graph:
             return None
         name = file_name(case)
-        export = naive_onnx_from_case if runtime.graph == "naive" else onnx_from_case
+        export = candidates.naive_onnx_from_case if runtime.graph == "naive" else candidates.onnx_from_case
         path = self.made(f"{name}.onnx", lambda path: export(case, path))
         if runtime.engine:
             model = path
             # an engine accepts one size only
             engine = f"{name}-{case.batch}-{case.seq_len}-{case.runtime}.engine"
-            return self.made(engine, lambda path: engine_from_case(case, model, path))
+            return self.made(engine, lambda path: candidates.engine_from_case(case, model, path))
         return path
 
     def made(self, name: str, make: Callable[[Path], None]) -> Path:
@@ -226,20 +205,10 @@ class Bench:
     def finish(self, rotation: Rotation, found: Sequence[PreparedCase]) -> None:
         """Fill in timings, floors and ratios of a rotation, also of one that was interrupted."""
         for item in found:
-            seconds = rotation.used_rounds(item.name)
             if item.name in rotation.failures:
-                item.stop(f"while it was timed: {short(rotation.failures[item.name])}", failed=True)
-            elif rotation.has_enough(seconds):
-                case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
-                row = replace(
-                    item.row,
-                    timing=timing_from_samples([*seconds.values()]),
-                    floor=floor_of(rotation, case.label, device),
-                    disturbance=disturbance_of(rotation, item.name),
-                    note="; ".join(filter(None, (item.row.note, note_of(rotation, item.name)))),
-                )
-                reason = reason_disturbed(row, rotation, item.name)
-                item.row = replace(row, status="disturbed", reason=reason) if reason else row
+                item.stop(f"while it was timed: {candidates.short(rotation.failures[item.name])}", failed=True)
+            elif rotation.has_enough(rotation.used_rounds(item.name)):
+                item.row = timed_row(item.row, rotation, item.name, floor_of(rotation, item.row.case))
         self.fill_in_ratios(rotation, found)
 
     def fill_in_ratios(self, rotation: Rotation, found: Sequence[PreparedCase]) -> None:
@@ -267,7 +236,7 @@ class Bench:
             if outcome.status == "finished":
                 item.row = replace(item.row, peak_bytes=outcome.peak_bytes)
             else:
-                note = f"peak memory is unknown: {short(outcome.reason.partition(';')[0])}"
+                note = f"peak memory is unknown: {candidates.short(outcome.reason.partition(';')[0])}"
                 item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
             self.pace.pay(costs.memory_cost(case))
 
@@ -327,11 +296,12 @@ def file_name(case: BenchCase) -> str:
     """The name of a case's exported file, without its suffix. Some models have one file for every length."""
     model, graph = case.model, RUNTIMES[case.runtime].graph
     length = "any" if case.scope != "encoder" and model.attention.is_length_free else model.seq_len
-    precision = case.precision + (spec_of_file(case).bf16 or "")
+    precision = case.precision + (candidates.spec_of_file(case).bf16 or "")
     return f"{case.label}-{length}-{precision}-{graph}".replace(" ", "_").replace("/", "_")
 
 
-def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
+def floor_of(rotation: Rotation, case: BenchCase) -> Floor | None:
     """Medians over the same rounds as those of the candidates, so that slow phases of the machine affect both."""
-    products, one_pass = (rotation.median_ms(f"{what} of {label} on {device}") for what in ("products", "pass"))
+    model = f"{case.label} on {RUNTIMES[case.runtime].device}"
+    products, one_pass = (rotation.median_ms(f"{what} of {model}") for what in ("products", "pass"))
     return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)

@@ -11,12 +11,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from effexport.base.formatting import rough_duration
 from effexport.base.machine import CoreUse, Machine, waited_between
-from effexport.bench.grid import BenchRow, Disturbance, Timing
+from effexport.bench.grid import BenchRow, Disturbance, Floor, Timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +290,19 @@ def times_faster(own: dict[int, float], other: dict[int, float], fewest: int) ->
     """The speedup over the other: the median over the rounds of both; None with fewer than `fewest`."""
     ratios = [other[number] / seconds for number, seconds in own.items() if number in other and seconds > 0]
     return statistics.median(ratios) if len(ratios) >= fewest else None
+
+
+def timed_row(row: BenchRow, rotation: Rotation, name: str, floor: Floor | None) -> BenchRow:
+    """The row of a call with its timing; disturbed, with a reason, if that may not be quoted."""
+    timed = replace(
+        row,
+        timing=timing_from_samples([*rotation.used_rounds(name).values()]),
+        floor=floor,
+        disturbance=disturbance_of(rotation, name),
+        note="; ".join(filter(None, (row.note, note_of(rotation, name)))),
+    )
+    reason = reason_disturbed(timed, rotation, name)
+    return replace(timed, status="disturbed", reason=reason) if reason else timed
 
 
 # Fused kernels take less than the floor, whose products go through memory and are as fast as PyTorch's library makes

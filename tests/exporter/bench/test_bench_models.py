@@ -168,9 +168,7 @@ def test_on_a_cpu_bfloat16_is_that_of_linear_layers_as_in_a_build(part: str, nam
 
 
 def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench import candidates as naive
-
-    monkeypatch.setattr(naive, "reference_of_operator", dict)
+    monkeypatch.setattr(candidates, "reference_of_operator", dict)
     with pytest.raises(StageError, match="plain export: "):
         naive_onnx_from_case(small_case("lsh", "naive"), tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
@@ -248,7 +246,7 @@ def test_a_small_fault_in_a_hashed_model_gets_no_timing(
         if operand is not None:
             enlarge_operand(operand, path)
 
-    monkeypatch.setattr(bench_run, "onnx_from_case", export)
+    monkeypatch.setattr(candidates, "onnx_from_case", export)
     models = (Model("lsh", SMALL_OPTIONS["lsh"]),)
     grid = Grid(models=models, seq_lens=(100,), runtimes=(runtime,), heads=2, head_dim=16)
     (row,) = bench_run.bench(grid, bench_run.Settings(rounds=3, max_seconds=1, threads=1, memory=False)).rows
