@@ -13,7 +13,6 @@ import platform
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,16 +104,6 @@ def check_gpu(cell: Cell) -> None:
         )
 
 
-def device_bytes_of(work: Callable[[], object]) -> int:
-    """Device memory that `work` takes: what its allocators hold at the end."""
-    import torch
-
-    cuda: Any = torch.cuda
-    before = cuda.mem_get_info()[0]
-    work()
-    return max(0, int(before - cuda.mem_get_info()[0]))
-
-
 def peak_bytes_of_case(request: dict[str, Any]) -> int:
     """The peak memory of binding the inputs of a case and some calls; on a GPU, memory of the device.
 
@@ -138,7 +127,12 @@ def peak_bytes_of_case(request: dict[str, Any]) -> int:
             candidate.run()
 
     if RUNTIMES[case.runtime].device == "cuda":
-        return device_bytes_of(work)
+        import torch
+
+        # what the allocators hold at the end
+        before, _ = torch.cuda.mem_get_info()
+        work()
+        return max(0, before - torch.cuda.mem_get_info()[0])
     if isinstance(candidate, TorchCandidate):
         # compilers and libraries allocate once, which is not part of the model
         work()

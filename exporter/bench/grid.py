@@ -65,12 +65,8 @@ class Grid:
         check_names("--runtimes", self.runtimes, BENCH_RUNTIMES)
         check_names("--precision", self.precisions, FLOAT_PRECISIONS)
         check_names("--scope", (self.scope,), SCOPES)
-        for option, values in (
-            ("--seq-lens", self.seq_lens),
-            ("--batch", self.batches),
-            ("--heads", (self.heads,)),
-            ("--head-dim", (self.head_dim,)),
-        ):
+        widths = {"--heads": (self.heads,), "--head-dim": (self.head_dim,)}
+        for option, values in {"--seq-lens": self.seq_lens, "--batch": self.batches, **widths}.items():
             check_distinct(option, values)
             for value in values:
                 if value < 1:

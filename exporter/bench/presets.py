@@ -101,7 +101,7 @@ def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
         if baseline := baseline_of(curve, every):
             own, other = curve.values(mean_ms), baseline.values(mean_ms)
             ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
-    return [(curve, values) for curve, values in ratios if values]
+    return ratios
 
 
 def mean_ms(row: BenchRow) -> float | None:

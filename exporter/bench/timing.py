@@ -251,7 +251,7 @@ class Rotation:
     def median_ms(self, name: str) -> float | None:
         """Median milliseconds of the undisturbed rounds of a call; None if they are too few."""
         own = self.samples.get(name, {})
-        return statistics.median(own.values()) * 1e3 if own and self.has_enough(own) else None
+        return statistics.median(own.values()) * 1e3 if self.has_enough(own) else None
 
     def sees_waits(self, name: str) -> bool:
         """True if waits for a core reveal the disturbed runs of a call."""

@@ -242,14 +242,10 @@ def check_any_runs_here(runtimes: Sequence[str]) -> None:
     from effexport.bench.costs import reason_not_here
 
     require_torch("effexport bench")
-    reasons = {}
-    for name in runtimes:
-        reason = reason_not_here(name)
-        if reason is None:
-            return
-        reasons[name] = reason
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise UserError(f"--runtimes {','.join(runtimes)} cannot run here: {why}; choose others, such as torch,ort")
+    reasons = {name: reason_not_here(name) for name in runtimes}
+    if all(reasons.values()):
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise UserError(f"--runtimes {','.join(runtimes)} cannot run here: {why}; choose others, such as torch,ort")
 
 
 def grid_of(
@@ -260,32 +256,30 @@ def grid_of(
     options: those that describe attention layers, of any variant, count here. fields: of the grid.
     Raises SpecError for an option that no model has, and if no model can have its options.
     """
-    others = {"variant", "scope", "seq_len", *BUILD_FIELDS, *ENCODER_FIELDS}
-    options = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in options.items()
-        if name not in others
-    }
-    known = {name for model in models for name in field_names(ATTENTION_SPECS[model.variant])}
-    for name in options:
-        require(
-            name in known, f"the spec file sets {name!r}, a field of no compared variant{did_you_mean(name, known)}"
-        )
     heads, head_dim = options.get("heads", AttentionSpec.heads), options.get("head_dim")
     by_heads = head_dim is not None and "dim" not in options
     dim = heads * head_dim if by_heads else options.get("dim", AttentionSpec.dim)
     width = attention_spec("softmax", {"dim": dim, "heads": heads, "head_dim": head_dim})
     fields = {**fields, "heads": heads, "head_dim": width.head_size}
     extra = {} if width.inner_dim == dim else {"dim": dim, "head_dim": head_dim}
+    others = {"variant", "scope", "seq_len", "dim", "heads", "head_dim", *BUILD_FIELDS, *ENCODER_FIELDS}
+    own = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in options.items()
+        if name not in others
+    }
+    known = {name for model in models for name in field_names(ATTENTION_SPECS[model.variant])}
+    for name in own:
+        require(
+            name in known, f"the spec file sets {name!r}, a field of no compared variant{did_you_mean(name, known)}"
+        )
 
     possible: list[Model] = []
     refused: dict[str, str] = {}
     for model in models:
-        names = [
-            name for name in field_names(ATTENTION_SPECS[model.variant]) if name not in ("dim", "heads", "head_dim")
-        ]
-        own = {name: options[name] for name in names if name in options} | extra | model.options
-        described = Model(model.variant, own, model.label)
+        names = field_names(ATTENTION_SPECS[model.variant])
+        fitting = {name: own[name] for name in names if name in own}
+        described = Model(model.variant, fitting | extra | model.options, model.label)
         try:
             Grid(models=(described,), **fields)
             possible.append(described)
