@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,26 @@ class Judged:
     found: Evaluation
     spec: BuildSpec
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """The description of the model as in a spec file, apart from the fields of its variant."""
+        attention = {name: getattr(self.spec.attention, name) for name in sorted(SHARED_FIELDS)}
+        if attention["bias"] == type(self.spec.attention).bias:
+            del attention["bias"]  # each variant has its own default
+        model = self.spec.model
+        return {"scope": model.scope, "precision": self.spec.precision, **attention, **model.around_attention}
+
+    def candidate(self, options: Collection[str]) -> Model:
+        """The model as a candidate. options: the names of those that a spec file sets for all candidates."""
+        attention = self.spec.attention
+        own = (field for field in fields(attention) if field.name not in SHARED_FIELDS)
+        values = {
+            field.name: getattr(attention, field.name)
+            for field in own
+            if field.name in options or getattr(attention, field.name) != field.default
+        }
+        return Model(attention.variant, values, attention.label)
+
 
 @dataclass(frozen=True)
 class CandidateQuality:
@@ -292,29 +312,6 @@ def answers_of(found: Evaluation) -> tuple[object, ...]:
 
 def told(found: Evaluation) -> str:
     return f"{found.objective} on {found.data} (SHA-256 {found.data_sha256[:8]}…), {found.answers:,} answers"
-
-
-def described_by(spec: BuildSpec) -> dict[str, Any]:
-    """The description of a model as in a spec file, apart from the fields of its variant."""
-    attention = {name: getattr(spec.attention, name) for name in sorted(SHARED_FIELDS)}
-    if attention["bias"] == type(spec.attention).bias:
-        del attention["bias"]  # each variant has its own default
-    return {"scope": spec.model.scope, "precision": spec.precision, **attention, **spec.model.around_attention}
-
-
-def models_of_results(results: Sequence[Judged], options: Mapping[str, Any]) -> tuple[Model, ...]:
-    """The models that were judged, as candidates. options: those of all candidates, from a spec file."""
-    models: dict[str, Model] = {}
-    for one in results:
-        attention = one.spec.attention
-        own = (field for field in fields(attention) if field.name not in SHARED_FIELDS)
-        values = {
-            field.name: getattr(attention, field.name)
-            for field in own
-            if field.name in options or getattr(attention, field.name) != field.default
-        }
-        models[attention.label] = Model(attention.variant, values, attention.label)
-    return tuple(models.values())
 
 
 def quality_of_cases(cases: Sequence[BenchCase], results: Sequence[Judged]) -> dict[tuple[str, str], CandidateQuality]:

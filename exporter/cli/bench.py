@@ -29,16 +29,7 @@ from effexport.base.formatting import (
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, command_of, option
 from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
-from effexport.bench.advice import (
-    AdvicePlan,
-    Judged,
-    Limits,
-    advise,
-    described_by,
-    judged_from_files,
-    models_of_results,
-    quality_of_cases,
-)
+from effexport.bench.advice import AdvicePlan, Judged, Limits, advise, judged_from_files, quality_of_cases
 from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, Step, models_from_text
 from effexport.bench.presets import PRESETS, Preset
 from effexport.bench.timing import Settings
@@ -192,7 +183,7 @@ class BenchRequest(Options):
     def described(self, results: Sequence[Judged]) -> dict[str, Any]:
         """The fields of the model and of its export: those of the spec file, or of the first model that was judged,
         overridden by options."""
-        options = options_from_toml(self.spec) if self.spec else described_by(results[0].spec) if results else {}
+        options = options_from_toml(self.spec) if self.spec else results[0].described if results else {}
         options |= self.given(*DESCRIBING)
         for name, read in (("batch", numbers), ("precision", words)):
             if (text := getattr(self, name)) is not None:
@@ -234,7 +225,8 @@ class BenchRequest(Options):
         """Those of --variants, those that were judged, or all variants."""
         if self.variants is not None:
             return models_from_text(self.variants)
-        return models_of_results(results, options) if results else tuple(map(Model, ATTENTION_SPECS))
+        judged = {model.label: model for model in (one.candidate(options) for one in results)}
+        return tuple(judged.values()) or tuple(map(Model, ATTENTION_SPECS))
 
 
 def check_any_runs_here(runtimes: Sequence[str]) -> None:

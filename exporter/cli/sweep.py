@@ -19,14 +19,7 @@ from effexport.base.errors import InterruptError, UserError
 from effexport.base.formatting import Word, bytes_from_text, command_line, counted, say
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
 from effexport.bench.cells import Cell, Store, failed
-from effexport.bench.executors import (
-    CellLimits,
-    Executor,
-    cluster_executor,
-    jobs_of_machine,
-    local_executor,
-    process_executor,
-)
+from effexport.bench.executors import CellLimits, Executor, cluster_executor, local_executor, process_executor
 from effexport.bench.grid import Step, SweepResults
 from effexport.bench.page import CSV, JSON, PAGE, document_from_sweep, write_sweep
 from effexport.bench.sweep import Sweep, SweepPlan, plan_of, results_of_sweep
@@ -113,12 +106,12 @@ class SweepRequest(Options):
 
     def executor(self, console: Console) -> Executor:
         """Raises MissingExtraError and UserError."""
-        limits, jobs = self.limits(), self.jobs or jobs_of_machine()
+        limits = self.limits()
         if self.address is not None:
             return cluster_executor(self.address, limits, cpus=self.cpus, wait_seconds=self.wait)
         require_torch("a sweep on this machine")
         if not self.processes and importlib.util.find_spec("ray") is not None:
-            return local_executor(limits, jobs=jobs)
+            return local_executor(limits, jobs=self.jobs)
         if not self.processes:
             say(
                 console,
@@ -126,7 +119,7 @@ class SweepRequest(Options):
                 "to use a cluster: pip install 'effexport[sweep]'",
                 style="yellow",
             )
-        return process_executor(limits, jobs)
+        return process_executor(limits, self.jobs)
 
 
 @verb("sweep", SweepRequest)
