@@ -214,9 +214,8 @@ def speed_of_products(bench: Bench) -> tuple[float, bool]:
     call = TimedCall("products", costs.run_products([LARGE_PRODUCT]), "torch")
     rotation = bench.rotation([call], SPEED_ROUNDS, SPEED_SECONDS)
     rotation.run()
-    undisturbed = rotation.samples[call.name]
-    seconds = min((undisturbed or rotation.disturbed[call.name]).values())
-    return LARGE_PRODUCT.flops / seconds, not undisturbed
+    seconds = min(rotation.used_rounds(call.name).values())
+    return LARGE_PRODUCT.flops / seconds, not rotation.samples[call.name]
 
 
 EXPECTED = "expected what `effexport evaluate ARTIFACT --data FILE -o FILE.json` writes"

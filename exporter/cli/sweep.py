@@ -190,15 +190,14 @@ def messages_of_ray(store: Store) -> Iterator[None]:
 
 
 def say_plan(console: Console, plan: SweepPlan, store: Store, request: SweepRequest) -> None:
-    states = [plan.states[cell.id] for cell in plan.cells]
-    parts = [f"{states.count('finished')} finished before", f"{len(plan.to_run)} to run"]
+    finished = sum(state == "finished" for state in plan.states.values())
+    parts = [f"{finished} finished before", f"{len(plan.to_run)} to run"]
     failed = sum(plan.states[cell.id] == "failed" for cell in plan.cells if cell not in plan.to_run)
     if failed:
         parts.append(f"{failed} failed before (skipped; --retry-failed runs them again)")
-    say(console, f"{request.sweep_file}: {counted(len(states), 'cell')}, {', '.join(parts)}")
+    say(console, f"{request.sweep_file}: {counted(len(plan.cells), 'cell')}, {', '.join(parts)}")
     for cell in plan.to_run:
-        damage = store.damage(cell)
-        if damage:
+        if damage := store.damage(cell):
             say(console, f"note: {cell.id} is rebuilt: {damage}", style="yellow")
 
 
@@ -229,11 +228,8 @@ def show_plan(plan: SweepPlan, store: Store, *, as_json: bool) -> None:
         ]
         print_json({"output": str(store.path), "would_run": len(to_run), "cells": cells})
     columns = (Column("name (ends with the hash)"), Column("cell"), Column("state", is_status=True))
-    lines = []
-    for cell in plan.cells:
-        state = plan.states[cell.id]
-        again = state == "failed" and cell.id in to_run
-        lines.append(Line((cell.id, cell.title, "would run again" if again else state)))
+    states = plan.states | {name: "would run again" for name in to_run if plan.states[name] == "failed"}
+    lines = [Line((cell.id, cell.title, states[cell.id])) for cell in plan.cells]
     console = result_console(as_json=as_json)
     print_part(console, Table("Cells", columns, tuple(lines)))
     finished = sum(state == "finished" for state in plan.states.values())

@@ -19,10 +19,6 @@ def case_of(variant: str, scope: str = "core") -> BenchCase:
     return next(Grid(models=models, seq_lens=(N,), batches=(BATCH,), heads=HEADS, head_dim=D, scope=scope).cases())
 
 
-def flops_of(variant: str, scope: str = "core") -> int:
-    return case_of(variant, scope).flops
-
-
 # multiply-adds of each formula, by hand
 M, TAPS, BLOCK = 8, 5, 64
 NYSTROM = 3 * N * M * D + M * M * D + 6 * 4 * M**3 + M * M * D + N * M * D
@@ -48,16 +44,19 @@ LSH = N * D * ROUNDS * BUCKETS // 2 + ROUNDS * (N // CHUNK) * 2 * CHUNK * 2 * CH
     ],
 )
 def test_products_have_the_flops_of_the_formula(model: str, multiply_adds: int) -> None:
-    assert flops_of(model) == 2 * multiply_adds
+    assert case_of(model).flops == 2 * multiply_adds
 
 
 def test_layers_and_encoders_add_their_projections() -> None:
-    core = flops_of("softmax")
+    core = case_of("softmax").flops
     layer = core + 2 * 4 * TOKENS * DIM * DIM
-    assert flops_of("softmax", "attention") == layer
-    assert flops_of("softmax", "encoder") == 2 * (layer + 2 * 2 * TOKENS * DIM * 4 * DIM)
+    assert case_of("softmax", "attention").flops == layer
+    assert case_of("softmax", "encoder").flops == 2 * (layer + 2 * 2 * TOKENS * DIM * 4 * DIM)
     # queries and keys are one
-    assert flops_of("lsh:chunk_length=16", "attention") - flops_of("lsh:chunk_length=16") == 2 * 3 * TOKENS * DIM * DIM
+    assert (
+        case_of("lsh:chunk_length=16", "attention").flops - case_of("lsh:chunk_length=16").flops
+        == 2 * 3 * TOKENS * DIM * DIM
+    )
 
 
 @pytest.mark.parametrize("product", [Product(8, 64, 16, 64), Product(3, 1000, 64, 1000), Product(1, 7, 5, 3)])
