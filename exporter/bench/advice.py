@@ -155,15 +155,11 @@ class Adviser:
     def run(self) -> None:
         self.bench.pace.say("measuring the speed of matrix products")
         speed, is_disturbed = speed_of_products(self.bench)
+        basis = ("its matrix products alone", f"{speed / 1e9:.0f} GFLOP/s of torch.matmul", is_disturbed)
         for cases in self.plan.models:
-            left = [case for case in cases if not self.leaves_out_by_products(case, speed, is_disturbed)]
+            left = [case for case in cases if not self.leaves_out(case, least_ms_by_products(case, speed), *basis)]
             probes = self.probe(left)
             self.bench.size([case for case in left if not self.leaves_out_by_probe(case, probes.get(case.runtime))])
-
-    def leaves_out_by_products(self, case: BenchCase, speed: float, is_disturbed: bool) -> bool:
-        source = f"{speed / 1e9:.0f} GFLOP/s of torch.matmul"
-        least_ms = least_ms_by_products(case, speed)
-        return self.leaves_out(case, least_ms, "its matrix products alone", source, is_disturbed)
 
     def probe(self, cases: Sequence[BenchCase]) -> dict[str, BenchRow]:
         """The rows of these cases of one model at a shorter length, by runtime."""
