@@ -222,8 +222,7 @@ def synchronize(device: str) -> None:
     if device == "cuda":
         import torch
 
-        cuda: Any = torch.cuda
-        cuda.synchronize()
+        torch.cuda.synchronize()
 
 
 # Messages of compilers and runtimes are long; their beginning names the cause.
