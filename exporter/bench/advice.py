@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from effexport.base.records import read_record
 from effexport.base.runtimes import RUNTIMES
 from effexport.base.spec import SCOPES, BuildSpec
 from effexport.bench import costs
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, OnStep, model_of_case, products_of_case
-from effexport.bench.run import Bench, Settings, bench, describe
-from effexport.bench.timing import MOST_DISTURBED, Rotation, TimedCall
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, OnStep
+from effexport.bench.run import Bench, bench
+from effexport.bench.timing import MOST_DISTURBED, Settings, TimedCall
 from effexport.models.attention_spec import SHARED_FIELDS
 from effexport.models.contract import ModelContract
 from effexport.models.shapes import Product
@@ -88,54 +88,50 @@ class AdvicePlan:
         (seq_len,) = self.grid.seq_lens
         return seq_len // PROBE_PART if seq_len > SHORTEST_PROBED else None
 
-    def longest_ms(self, fastest_ms: float | None) -> float | None:
-        """The time above which a case need not be measured. fastest_ms: of the models measured so far."""
-        if self.limits.latency_ms is not None:
-            return self.limits.latency_ms
-        return None if fastest_ms is None else TIMES_FASTEST * fastest_ms
+    def probes(self, cases: Iterable[BenchCase]) -> list[BenchCase]:
+        """The same models, made for the same length, with shorter inputs; none if the full length is short."""
+        length = self.probed_length
+        return [replace(case, seq_len=length, model_seq_len=case.seq_len) for case in cases] if length else []
 
-    def seconds(self, rounds: int, max_seconds: float) -> float:
+    def longest_ms(self, fastest_ms: float) -> float:
+        """The time above which a case need not be measured. fastest_ms: of the models measured so far, or infinite."""
+        return TIMES_FASTEST * fastest_ms if self.limits.latency_ms is None else self.limits.latency_ms
+
+    def seconds(self, settings: Settings) -> float:
         """Roughly how long all of it takes."""
         longest_ms = self.longest_ms(1e3 * min(map(costs.call_seconds, self.cases)))
         speed = costs.FLOPS_PER_CORE * usable_cores()
         tried = [case for case in self.cases if not misses(least_ms_by_products(case, speed), longest_ms)]
-        probes = [probe for case in tried if (probe := probe_of(case, self.probed_length)) and fits(probe)]
+        probes = [probe for probe in self.probes(tried) if fits(probe)]
         full = [case for case in tried if fits(case)]
         if self.probed_length is not None:
             full = [case for case in full if not misses(1e3 * costs.call_seconds(case), longest_ms)]
         exports = {(case.label, case.runtime) for case in (*probes, *full) if RUNTIMES[case.runtime].graph}
-        return (
-            costs.START_SECONDS
-            + costs.EXPORT_SECONDS * len(exports)
-            + costs.measuring_cost(probes, PROBE_ROUNDS, max_seconds, parity=False, memory=False)
-            + costs.measuring_cost(full, rounds, max_seconds, parity=True, memory=True)
-        )
+        measured = costs.measuring_cost(probes, of_probes(settings)) + costs.measuring_cost(full, settings)
+        return costs.START_SECONDS + costs.EXPORT_SECONDS * len(exports) + measured
 
 
-def probe_of(case: BenchCase, length: int | None) -> BenchCase | None:
-    """The same model, made for the same length, with a shorter input."""
-    return None if length is None else replace(case, seq_len=length, model_seq_len=case.seq_len)
+def of_probes(settings: Settings) -> Settings:
+    """The settings of probes, which only time: parity and memory are those of the full length."""
+    return replace(settings, rounds=PROBE_ROUNDS, parity=False, memory=False)
 
 
-def least_ms_by_products(case: BenchCase, flops_per_second: float) -> float | None:
+def least_ms_by_products(case: BenchCase, flops_per_second: float) -> float:
     """A lower bound on the time of a case's matrix products, on a CPU with this speed in float32.
 
-    None for lower precisions, and for GPUs: their matrix units are several times faster.
+    0 for lower precisions, and for GPUs: their matrix units are several times faster.
     """
     if case.precision != "fp32" or RUNTIMES[case.runtime].device != "cpu":
-        return None
-    flops = sum(product.flops for product in products_of_case(case))
-    return SHARE_OF_PRODUCTS * 1e3 * flops / flops_per_second
+        return 0.0
+    return SHARE_OF_PRODUCTS * 1e3 * case.flops / flops_per_second
 
 
 def fits(case: BenchCase) -> bool:
     return costs.reason_too_large(case) is None
 
 
-def misses(least_ms: float | None, longest_ms: float | None) -> bool:
+def misses(least_ms: float, longest_ms: float) -> bool:
     """True if a case that takes at least this long need not be measured."""
-    if least_ms is None or longest_ms is None:
-        return False
     return least_ms > max(WORTH_LEAVING_OUT_MS, MARGIN * longest_ms)
 
 
@@ -145,7 +141,7 @@ LARGE_PRODUCT, SPEED_ROUNDS, SPEED_SECONDS = Product(1, 1024, 1024, 1024), 3, 1.
 
 def advise(plan: AdvicePlan, settings: Settings, on_step: OnStep = lambda step: None) -> BenchResults:
     """Carry out a plan. The rows of the full length and of probes, also of an interrupted run."""
-    seconds = plan.seconds(settings.rounds, settings.max_seconds)
+    seconds = plan.seconds(settings)
     return bench(plan.grid, settings, on_step, measure=lambda running: Adviser(running, plan).run(), seconds=seconds)
 
 
@@ -159,23 +155,18 @@ class Adviser:
     def run(self) -> None:
         self.bench.pace.say("measuring the speed of matrix products")
         speed, is_disturbed = speed_of_products(self.bench)
+        basis = ("its matrix products alone", f"{speed / 1e9:.0f} GFLOP/s of torch.matmul", is_disturbed)
         for cases in self.plan.models:
-            left = [case for case in cases if not self.leaves_out_by_products(case, speed, is_disturbed)]
+            left = [case for case in cases if not self.leaves_out(case, least_ms_by_products(case, speed), *basis)]
             probes = self.probe(left)
             self.bench.size([case for case in left if not self.leaves_out_by_probe(case, probes.get(case.runtime))])
 
-    def leaves_out_by_products(self, case: BenchCase, speed: float, is_disturbed: bool) -> bool:
-        source = f"{speed / 1e9:.0f} GFLOP/s of torch.matmul"
-        least_ms = least_ms_by_products(case, speed)
-        return self.leaves_out(case, least_ms, "its matrix products alone", source, is_disturbed)
-
     def probe(self, cases: Sequence[BenchCase]) -> dict[str, BenchRow]:
-        """The rows of these cases of one model at a shorter length, by runtime; parity is judged at the full length."""
-        probes = [probe for case in cases if (probe := probe_of(case, self.plan.probed_length))]
+        """The rows of these cases of one model at a shorter length, by runtime."""
         settings, done = self.bench.settings, len(self.bench.rows)
-        self.bench.settings = replace(settings, rounds=PROBE_ROUNDS, parity=False, memory=False)
+        self.bench.settings = of_probes(settings)
         try:
-            self.bench.size(probes)
+            self.bench.size(self.plan.probes(cases))
         finally:
             self.bench.settings = settings
         # what cannot run says so again at the full length
@@ -190,40 +181,37 @@ class Adviser:
         source = f"{duration(short_ms)} for {length:,} tokens"
         return self.leaves_out(case, short_ms * case.seq_len / length, "it", source, not probe.is_quotable)
 
-    def leaves_out(self, case: BenchCase, least_ms: float | None, what: str, source: str, is_disturbed: bool) -> bool:
+    def leaves_out(self, case: BenchCase, least_ms: float, what: str, source: str, is_disturbed: bool) -> bool:
         """Add a row that is not run if the case misses the limit by far.
 
         source: what `least_ms` was extrapolated from. is_disturbed: by other programs, so it is too long.
         """
-        if least_ms is not None and is_disturbed:
+        if is_disturbed:
             least_ms /= MOST_DISTURBED
-        if least_ms is None or not misses(least_ms, self.plan.longest_ms(self.fastest_ms)):
+            source += f", {MOST_DISTURBED} times as fast because other programs disturbed that"
+        if not misses(least_ms, self.plan.longest_ms(self.fastest_ms)):
             return False
         reason = f"left out: {what} would take at least {duration(least_ms)}, extrapolated from {source}"
-        if is_disturbed:
-            reason += f", {MOST_DISTURBED} times as fast because other programs disturbed that"
         self.bench.rows.append(BenchRow(case=case, status="not run", reason=reason))
-        self.bench.pace.say(f"{describe(case)}: left out")
+        self.bench.pace.say(f"{case.title}: left out")
         return True
 
     @property
-    def fastest_ms(self) -> float | None:
-        """Of the full length, within the memory limit."""
+    def fastest_ms(self) -> float:
+        """Of the full length, within the memory limit; infinite if nothing was timed so far."""
         limit = self.plan.limits.memory_bytes
         full = (row for row in self.bench.rows if row.case.model_seq_len is None)
         fits = [row for row in full if limit is None or row.peak_bytes is None or row.peak_bytes <= limit]
-        return min((row.timing.median_ms for row in fits if row.timing), default=None)
+        return min((row.timing.median_ms for row in fits if row.timing), default=math.inf)
 
 
 def speed_of_products(bench: Bench) -> tuple[float, bool]:
     """Operations per second of a large product in float32, with all threads; and whether others disturbed that."""
     call = TimedCall("products", costs.run_products([LARGE_PRODUCT]), "torch")
-    judges_waits = bench.threads <= bench.machine.cores
-    rotation = Rotation([call], SPEED_ROUNDS, SPEED_SECONDS, bench.machine, judges_waits)
+    rotation = bench.rotation([call], SPEED_ROUNDS, SPEED_SECONDS)
     rotation.run()
-    undisturbed = rotation.samples[call.name]
-    seconds = min((undisturbed or rotation.disturbed[call.name]).values())
-    return LARGE_PRODUCT.flops / seconds, not undisturbed
+    seconds = min(rotation.used_rounds(call.name).values())
+    return LARGE_PRODUCT.flops / seconds, not rotation.samples[call.name]
 
 
 EXPECTED = "expected what `effexport evaluate ARTIFACT --data FILE -o FILE.json` writes"
@@ -236,6 +224,26 @@ class Judged:
     path: Path
     found: Evaluation
     spec: BuildSpec
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The description of the model as in a spec file, apart from the fields of its variant."""
+        attention = {name: getattr(self.spec.attention, name) for name in sorted(SHARED_FIELDS)}
+        if attention["bias"] == type(self.spec.attention).bias:
+            del attention["bias"]  # each variant has its own default
+        model = self.spec.model
+        return {"scope": model.scope, "precision": self.spec.precision, **attention, **model.around_attention}
+
+    def candidate(self, options: Collection[str]) -> Model:
+        """The model as a candidate. options: the names of those that a spec file sets for all candidates."""
+        attention = self.spec.attention
+        own = (field for field in fields(attention) if field.name not in SHARED_FIELDS)
+        values = {
+            field.name: getattr(attention, field.name)
+            for field in own
+            if field.name in options or getattr(attention, field.name) != field.default
+        }
+        return Model(attention.variant, values, attention.label)
 
 
 @dataclass(frozen=True)
@@ -301,29 +309,6 @@ def told(found: Evaluation) -> str:
     return f"{found.objective} on {found.data} (SHA-256 {found.data_sha256[:8]}…), {found.answers:,} answers"
 
 
-def described_by(spec: BuildSpec) -> dict[str, Any]:
-    """The description of a model as in a spec file, apart from the fields of its variant."""
-    attention = {name: getattr(spec.attention, name) for name in sorted(SHARED_FIELDS)}
-    if attention["bias"] == type(spec.attention).bias:
-        del attention["bias"]  # each variant has its own default
-    return {"scope": spec.model.scope, "precision": spec.precision, **attention, **spec.model.around_attention}
-
-
-def models_of_results(results: Sequence[Judged], options: Mapping[str, Any]) -> tuple[Model, ...]:
-    """The models that were judged, as candidates. options: those of all candidates, from a spec file."""
-    models: dict[str, Model] = {}
-    for one in results:
-        attention = one.spec.attention
-        own = (field for field in fields(attention) if field.name not in SHARED_FIELDS)
-        values = {
-            field.name: getattr(attention, field.name)
-            for field in own
-            if field.name in options or getattr(attention, field.name) != field.default
-        }
-        models[attention.label] = Model(attention.variant, values, attention.label)
-    return tuple(models.values())
-
-
 def quality_of_cases(cases: Sequence[BenchCase], results: Sequence[Judged]) -> dict[tuple[str, str], CandidateQuality]:
     """The quality of candidates by label and runtime: a result in the same runtime, else one in another runtime.
 
@@ -370,7 +355,7 @@ def matching(cases: Sequence[BenchCase], one: Judged) -> BenchCase:
 
 def differences(case: BenchCase, one: Judged) -> dict[str, tuple[object, object]]:
     """By name, what was judged and what is timed, where the two differ."""
-    judged, timed = facts(one.spec.model), facts(model_of_case(case))
+    judged, timed = facts(one.spec.model), facts(case.model)
     pairs = {name: (judged.get(name), timed.get(name)) for name in judged | timed}
     pairs["precision"] = (one.found.precision, case.precision)
     # a text is cut into windows, and other rows are as long as they are

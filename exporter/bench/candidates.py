@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.base.dtypes import TensorInfo, numpy_dtype
-from effexport.base.errors import RuntimeUnsupportedError, StageError
+from effexport.base.errors import RuntimeUnsupportedError, StageError, is_out_of_memory
 from effexport.base.runtimes import DEFAULT_RUNTIME, RUNTIMES
-from effexport.bench.grid import Agreement, BenchCase, spec_from_case
+from effexport.bench.grid import Agreement, BenchCase
 from effexport.export.onnx_graph import GraphSignature
 from effexport.models.size_formula import shape_of
 from effexport.plugins.ops import DOMAIN, OPS
@@ -47,7 +47,7 @@ def module_from_case(case: BenchCase) -> nn.Module:
     from effexport.export.module_source import module_from_seed
     from effexport.models.layers import AttentionCore, AttentionLayer
 
-    module = module_from_seed(spec_from_case(case))
+    module = module_from_seed(case.spec)
     if case.scope != "core":
         return module
     assert isinstance(module, AttentionLayer)
@@ -78,7 +78,7 @@ def inputs_of_case(case: BenchCase) -> dict[str, Array]:
     rng, sizes = np.random.default_rng(INPUT_SEED), {"batch": case.batch, "seq": case.seq_len}
     inputs = signature_of_case(case).inputs
     if case.scope != "core":
-        drawn = random_inputs(spec_from_case(case), rng, case.batch, case.seq_len, None)
+        drawn = random_inputs(case.spec, rng, case.batch, case.seq_len, None)
     else:
         drawn = {one.name: rng.standard_normal(shape_of(one.dims, sizes), dtype=np.float32) for one in inputs}
     return {one.name: drawn[one.name].astype(numpy_dtype(one.dtype), copy=False) for one in inputs}
@@ -89,7 +89,7 @@ def spec_of_file(case: BenchCase) -> BuildSpec:
     PyTorch and plain exports compute all of it."""
     runtime = RUNTIMES[case.runtime]
     is_whole = case.scope == "core" or runtime.graph != "ours" or runtime.device != "cpu"
-    return spec_from_case(case).decided(has_engines=is_whole)
+    return case.spec.decided(has_engines=is_whole)
 
 
 def onnx_from_case(case: BenchCase, path: Path) -> None:
@@ -127,7 +127,7 @@ def example_of_case(case: BenchCase) -> tuple[torch.Tensor, ...]:
     """
     import torch
 
-    model = spec_from_case(case).model
+    model = case.model
     sizes = dict(model.trace_sizes)
     if model.max_seq_len is not None:
         sizes["seq"] = max(1, min(sizes["seq"], model.max_seq_len - 1))
@@ -151,11 +151,12 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
     from effexport.export.failures import reason_of
     from effexport.export.onnx_from_module import at_precision
 
-    spec, signature = spec_from_case(case), signature_of_case(case)
+    spec, signature = case.spec, signature_of_case(case)
     with quiet(streams=True):
         try:
             program = plain_program(at_precision(module_from_case(case), spec.precision), case)
-            if left := sorted({node.target.name() for node in program.graph.nodes if is_of_ours(node.target)}):
+            ours = (node.target for node in program.graph.nodes if getattr(node.target, "namespace", "") == DOMAIN)
+            if left := sorted({target.name() for target in ours}):
                 loops = f"{', '.join(left)} computes token by token, which torch.onnx cannot trace at a free length"
                 raise StageError(STAGE, loops)
             exported = torch.onnx.export(
@@ -172,10 +173,6 @@ def naive_onnx_from_case(case: BenchCase, path: Path) -> None:
             raise StageError(STAGE, f"torch.onnx could not export the module: {reason_of(error)}") from error
     assert exported is not None
     exported.save(path)
-
-
-def is_of_ours(target: object) -> bool:
-    return getattr(target, "namespace", "") == DOMAIN
 
 
 def plain_program(module: nn.Module, case: BenchCase) -> torch.export.ExportedProgram:
@@ -225,8 +222,7 @@ def synchronize(device: str) -> None:
     if device == "cuda":
         import torch
 
-        cuda: Any = torch.cuda
-        cuda.synchronize()
+        torch.cuda.synchronize()
 
 
 # Messages of compilers and runtimes are long; their beginning names the cause.
@@ -363,12 +359,14 @@ def engine_from_case(case: BenchCase, model: Path, output: Path) -> None:
 
     profile = Profile(parse_profile(f"batch={case.batch},seq={case.seq_len}"))
     spec = EngineSpec(target=case.runtime, profiles=(profile,))
-    engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
+    engine_from_onnx(model, spec, output, precision=case.spec.precision)
 
 
-def is_beyond_runtime(error: BaseException) -> bool:
-    """True if the runtime has no kernel for an element type, such as bfloat16 on a CPU: not a failure of the model."""
-    return isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
+def is_limit_of_machine(error: BaseException) -> bool:
+    """True if an error is not a failure of the model: there is too little memory, or the runtime has no kernel for an
+    element type, such as bfloat16 on a CPU."""
+    is_beyond_runtime = isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
+    return is_beyond_runtime or is_out_of_memory(error)
 
 
 def short(error: BaseException | str) -> str:
@@ -388,7 +386,7 @@ def reference_of_case(case: BenchCase, feeds: Mapping[str, Array]) -> Case:
     from effexport.proof.module_runs import RepeatedRuns, other_rotations
     from effexport.proof.tolerances import rms_change
 
-    spec, module = spec_from_case(case), module_from_case(case)
+    spec, module = case.spec, module_from_case(case)
     mask = np.ones((case.batch, case.seq_len), dtype=np.int64)
     golden = Case("timed inputs", {**feeds, "attention_mask": mask}, {})
     runs = RepeatedRuns("PyTorch")
@@ -432,11 +430,13 @@ def tokens_first(case: BenchCase, outputs: Mapping[str, Array]) -> dict[str, Arr
 def agreement(candidate: Candidate, case: BenchCase, golden: Case) -> Agreement:
     """Compare the outputs of the candidate's last call. Names, types and shapes first, then NaN, then the numbers."""
     outputs = candidate.outputs()
-    problem = signature_problem(case, outputs)
-    if problem:
+    sizes = {"batch": case.batch, "seq": case.seq_len}
+    expected = {tensor.name: (tensor.dtype, shape_of(tensor.dims, sizes)) for tensor in signature_of_case(case).outputs}
+    actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
+    if actual != expected:
+        problem = f"outputs are {actual}; expected {expected}"
         return Agreement(passed=False, metric="names, dtypes, shapes", value=None, limit=None, detail=problem)
-    plain = tokens_first(case, outputs)
-    checks = list(judged_checks(candidate, case, golden, plain))
+    checks = list(judged_checks(candidate, case, golden, tokens_first(case, outputs)))
     # the first failure, or the check with the most informative number: the first after finiteness
     shown = next((check for check in checks if check.status != "passed"), checks[1])
     return Agreement(
@@ -458,7 +458,7 @@ def judged_checks(candidate: Candidate, case: BenchCase, golden: Case, outputs: 
     from effexport.proof.check import Kind
     from effexport.proof.checks.arithmetic import check_finite, check_free_run, check_given_buckets, check_numbers
 
-    spec = spec_from_case(case)
+    spec = case.spec
     yield check_finite(golden.label, outputs)
     if not spec.attention.is_hashed:
         yield from check_numbers(golden, outputs, spec, Kind.ARITHMETIC)
@@ -468,11 +468,3 @@ def judged_checks(candidate: Candidate, case: BenchCase, golden: Case, outputs: 
     if given is not None:
         yield from check_given_buckets(golden, tokens_first(case, given[0]), given[1], spec)
     yield check_free_run(golden, outputs, spec)
-
-
-def signature_problem(case: BenchCase, outputs: Mapping[str, Array]) -> str:
-    """A mismatch of names, types or shapes; "" if there is none."""
-    sizes = {"batch": case.batch, "seq": case.seq_len}
-    expected = {tensor.name: (tensor.dtype, shape_of(tensor.dims, sizes)) for tensor in signature_of_case(case).outputs}
-    actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
-    return "" if actual == expected else f"outputs are {actual}; expected {expected}"

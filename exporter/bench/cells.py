@@ -103,13 +103,10 @@ def deciding_versions(target: str) -> Mapping[str, str | None]:
     from effexport.base.version import __version__
 
     modules = (*_DECIDING, *([RUNTIMES[target].package.module] if target in RUNTIMES else []))
-    found = {package.module: public(package.version) for package in PACKAGES if package.module in modules}
-    return {"effexport": __version__, **found}
-
-
-def public(version: str | None) -> str | None:
-    """2.13.0 of 2.13.0+cpu, because builds of one release for different machines count as the same."""
-    return version.partition("+")[0] if version else None
+    found = {package.module: package.version for package in PACKAGES if package.module in modules}
+    # 2.13.0 of 2.13.0+cpu, because builds of one release for different machines count as the same
+    public = {name: version and version.partition("+")[0] for name, version in found.items()}
+    return {"effexport": __version__, **public}
 
 
 ARTIFACT, LOG, OUTCOME, REQUEST = "artifact", "log.txt", "outcome.json", "request.json"
@@ -274,12 +271,10 @@ class Store:
         engine = next((engine for engine in manifest.engines if engine.target == cell.target), None)
         all_bytes = sum(entry.bytes for entry in manifest.files.values())
         results = CellResults(manifest.parity, all_bytes, engine, manifest.model_bytes)
-        write_record(staged, cell, attempt, outcome, results)
-        if not (staged / LOG).exists():
-            write_file(staged / LOG, outcome.log + "\n")
         for path in list(staged.iterdir()):
-            if path.name not in (ARTIFACT, LOG, RECORD):
+            if path.name not in (ARTIFACT, LOG):
                 path.unlink()
+        write_record(staged, cell, attempt, outcome, results)
         won = True
         try:
             staged.rename(self.cell_folder(cell))
@@ -295,7 +290,6 @@ class Store:
         """Record a failure, replacing an earlier one of the same cell."""
         staged = self.staging(cell)
         write_record(staged, cell, attempt, outcome)
-        write_file(staged / LOG, outcome.log + "\n")
         shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
         staged.rename(self.failed_folder(cell))
         self.log_attempt(cell, attempt, "failed", outcome)
@@ -309,6 +303,9 @@ class Store:
 
 
 def write_record(folder: Path, cell: Cell, attempt: int, outcome: Outcome, results: CellResults | None = None) -> None:
+    """Write record.json, and the end of the log where the attempt has not left all of it."""
+    if not (folder / LOG).exists():
+        write_file(folder / LOG, outcome.log + "\n")
     known: dict[str, Any] = {"id": cell.id, "digest": cell.digest, "cell": cell.to_dict()}
     known |= vars(outcome) | {"attempt": attempt, "ended": now()}
     known |= {"files": {}, "log": outcome.log if outcome.status == "failed" else ""}

@@ -13,10 +13,9 @@ import platform
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from effexport.artifact import files_of_folder
 from effexport.base.errors import EffexportError, StageError, UserError
@@ -26,10 +25,6 @@ from effexport.base.runtimes import RUNTIMES
 from effexport.bench.cells import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
 from effexport.bench.grid import BenchCase
 from effexport.models.validation import SpecError
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.bench.candidates import Candidate
 
 _PR_SET_PDEATHSIG = 1
 
@@ -109,51 +104,40 @@ def check_gpu(cell: Cell) -> None:
         )
 
 
-RUNS = 2
-
-
-def peak_of_candidate(candidate: Candidate, feeds: dict[str, Array], device: str) -> int:
-    """Peak memory of binding the inputs and some runs; on a GPU, memory of the device."""
-    from effexport.bench.candidates import TorchCandidate
-
-    def work() -> None:
-        candidate.bind(feeds)
-        for _ in range(RUNS):
-            candidate.run()
-
-    if device == "cuda":
-        return device_bytes_of(work)
-    if isinstance(candidate, TorchCandidate):
-        # compilers and libraries allocate once, which is not part of the model
-        work()
-        candidate.release()
-    return peak_bytes_of(work)
-
-
-def device_bytes_of(work: Callable[[], object]) -> int:
-    """Device memory that `work` takes: what its allocators hold at the end."""
-    import torch
-
-    cuda: Any = torch.cuda
-    before = cuda.mem_get_info()[0]
-    work()
-    return max(0, int(before - cuda.mem_get_info()[0]))
-
-
 def peak_bytes_of_case(request: dict[str, Any]) -> int:
-    """The peak memory of a case. request: case, model (path or null), threads, memory_arena."""
+    """The peak memory of binding the inputs of a case and some calls; on a GPU, memory of the device.
+
+    request: case, model (path or null), threads, memory_arena.
+    """
     case, model = BenchCase(**request["case"]), request["model"]
     if not RUNTIMES[case.runtime].graph:
         import torch
 
         torch.set_num_threads(request["threads"])
-    from effexport.bench.candidates import candidate_from_case, inputs_of_case
+    from effexport.bench.candidates import TorchCandidate, candidate_from_case, inputs_of_case
+    from effexport.bench.costs import CHILD_CALLS
 
     feeds = inputs_of_case(case)
-    candidate = candidate_from_case(
-        case, Path(model) if model else None, threads=request["threads"], memory_arena=request["memory_arena"]
-    )
-    return peak_of_candidate(candidate, feeds, RUNTIMES[case.runtime].device)
+    known = {name: request[name] for name in ("threads", "memory_arena")}
+    candidate = candidate_from_case(case, Path(model) if model else None, **known)
+
+    def work() -> None:
+        candidate.bind(feeds)
+        for _ in range(CHILD_CALLS):
+            candidate.run()
+
+    if RUNTIMES[case.runtime].device == "cuda":
+        import torch
+
+        # what the allocators hold at the end
+        before, _ = torch.cuda.mem_get_info()
+        work()
+        return max(0, before - torch.cuda.mem_get_info()[0])
+    if isinstance(candidate, TorchCandidate):
+        # compilers and libraries allocate once, which is not part of the model
+        work()
+        candidate.release()
+    return peak_bytes_of(work)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from effexport.base.errors import EffexportError
 from effexport.base.formatting import memory
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE, Runtime
 from effexport.bench.candidates import short, signature_of_case, synchronize
-from effexport.bench.grid import BenchCase, logits_bytes, products_of_case
-from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
+from effexport.bench.grid import BenchCase
+from effexport.bench.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS, Settings
 from effexport.models.shapes import Product
 from effexport.models.size_formula import shape_of
 
@@ -114,7 +114,7 @@ ARENA_SHARE = 0.25
 
 def needed_bytes(case: BenchCase) -> int:
     """Roughly what a plain implementation needs at its peak."""
-    return COPIES_OF_LOGITS * logits_bytes(case) + COPIES_OF_INPUTS * traffic_bytes(case)
+    return COPIES_OF_LOGITS * case.logits_bytes + COPIES_OF_INPUTS * traffic_bytes(case)
 
 
 def reason_too_large(case: BenchCase) -> str | None:
@@ -191,23 +191,23 @@ TIMES_WITH_FLOORS, PAUSES_SECONDS = 2.0, 0.06
 
 def call_seconds(case: BenchCase) -> float:
     """Roughly how long one call takes."""
-    flops = sum(product.flops for product in products_of_case(case))
     is_plain = RUNTIMES[case.runtime].graph != "ours"
-    moved = PASSES_OF_INPUTS * traffic_bytes(case) + is_plain * PASSES_OF_LOGITS * logits_bytes(case)
-    return flops / (FLOPS_PER_CORE * usable_cores()) + moved / BYTES_PER_SECOND + 1e-3
+    moved = PASSES_OF_INPUTS * traffic_bytes(case) + is_plain * PASSES_OF_LOGITS * case.logits_bytes
+    return case.flops / (FLOPS_PER_CORE * usable_cores()) + moved / BYTES_PER_SECOND + 1e-3
 
 
-def prepare_cost(case: BenchCase, parity: bool = True) -> float:
+def prepare_cost(case: BenchCase, settings: Settings) -> float:
     """Loading, and comparing with PyTorch unless that is left out."""
     reference = replace(case, runtime=TORCH_OF_DEVICE["cpu"])
-    return LOAD_SECONDS + parity * REFERENCE_CALLS * call_seconds(reference)
+    return LOAD_SECONDS + settings.parity * REFERENCE_CALLS * call_seconds(reference)
 
 
-def timing_cost(case: BenchCase, rounds: int, max_seconds: float) -> float:
+def timing_cost(case: BenchCase, settings: Settings) -> float:
     """Warming up and taking turns with the floors of the model."""
-    call = call_seconds(case)
+    call, rounds = call_seconds(case), settings.rounds
     is_short = call < WAKE_UP_BELOW_SECONDS
-    timed = max(min(max_seconds, rounds * call * (SHORT_RUNS if is_short else 1)), min(rounds, FEWEST_ROUNDS) * call)
+    planned = min(settings.max_seconds, rounds * call * (SHORT_RUNS if is_short else 1))
+    timed = max(planned, min(rounds, FEWEST_ROUNDS) * call)
     waking = timed / SHORT_RUNS if is_short else 0.0
     return TIMES_WITH_FLOORS * (WARM_UP_RUNS * call + timed + waking) + rounds * PAUSES_SECONDS
 
@@ -216,9 +216,9 @@ def memory_cost(case: BenchCase) -> float:
     return CHILD_SECONDS + CHILD_CALLS * call_seconds(case)
 
 
-def measuring_cost(cases: Iterable[BenchCase], rounds: int, max_seconds: float, *, parity: bool, memory: bool) -> float:
+def measuring_cost(cases: Iterable[BenchCase], settings: Settings) -> float:
     """Preparing, timing and measuring the memory of some cases, whose files are exported."""
     return sum(
-        prepare_cost(case, parity) + timing_cost(case, rounds, max_seconds) + memory * memory_cost(case)
+        prepare_cost(case, settings) + timing_cost(case, settings) + settings.memory * memory_cost(case)
         for case in cases
     )

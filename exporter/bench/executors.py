@@ -138,15 +138,9 @@ def outcome_of_process(folder: Path, code: int | None, limits: CellLimits) -> Ou
     try:
         return OUTCOMES.decode((folder / OUTCOME).read_bytes())
     except (OSError, msgspec.DecodeError):
-        return failed(reason_of_exit(code), platform.node())
-
-
-def reason_of_exit(code: int) -> str:
-    if code >= 0:
-        return f"its process ended with exit status {code} without an outcome; see the log"
-    name = ending(code)
-    hint = "; most likely the system ran out of memory" if name == "SIGKILL" else "; see the log"
-    return f"its process was ended by {name}{hint}"
+        end = f"ended with {ending(code)} without an outcome" if code >= 0 else f"was ended by {ending(code)}"
+        hint = "most likely the system ran out of memory" if code == -signal.SIGKILL else "see the log"
+        return failed(f"its process {end}; {hint}", platform.node())
 
 
 def tail(log: Path) -> str:
@@ -183,9 +177,10 @@ CELL_BYTES = 2 * 2**30
 
 
 def process_executor(
-    limits: CellLimits, jobs: int, work: Work = run_attempt, gpus: Sequence[Gpu] | None = None
+    limits: CellLimits, jobs: int | None, work: Work = run_attempt, gpus: Sequence[Gpu] | None = None
 ) -> Executor:
     """Runs cells on this machine, each in a process of its own. jobs: how many share the cores. A GPU runs one cell."""
+    jobs = jobs or jobs_of_machine()
     known = [(gpu, threading.Lock()) for gpu in (gpus_here() if gpus is None else gpus)]
     threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if jobs > 1 else {}
 
@@ -228,7 +223,7 @@ def fits(gpu: Gpu, cell: Cell) -> bool:
 
 
 def jobs_of_machine() -> int:
-    """One cell per core, but no more than fit into the free memory."""
+    """The number of cells without --jobs: one per core, but no more than fit into the free memory."""
     free = free_memory_bytes()
     return max(1, usable_cores() if free is None else min(usable_cores(), free // CELL_BYTES))
 
@@ -425,9 +420,9 @@ def started_ray(problem: str, remedy: str, **options: Any) -> Any:
     return ray
 
 
-def local_executor(limits: CellLimits, *, jobs: int, work: Work = run_attempt) -> Executor:
+def local_executor(limits: CellLimits, *, jobs: int | None, work: Work = run_attempt) -> Executor:
     """Start Ray on this machine; it ends with this process. Raises MissingExtraError and UserError."""
-    gpus = gpus_here()
+    jobs, gpus = jobs or jobs_of_machine(), gpus_here()
     architectures = [gpu.architecture for gpu in gpus]
     ray = started_ray(
         "Ray does not start on this machine",

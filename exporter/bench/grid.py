@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from effexport.base.dtypes import FLOAT_PRECISIONS
 from effexport.base.environment import versions
@@ -65,20 +65,15 @@ class Grid:
         check_names("--runtimes", self.runtimes, BENCH_RUNTIMES)
         check_names("--precision", self.precisions, FLOAT_PRECISIONS)
         check_names("--scope", (self.scope,), SCOPES)
-        for option, values in (
-            ("--seq-lens", self.seq_lens),
-            ("--batch", self.batches),
-            ("--heads", (self.heads,)),
-            ("--head-dim", (self.head_dim,)),
-        ):
+        widths = {"--heads": (self.heads,), "--head-dim": (self.head_dim,)}
+        for option, values in {"--seq-lens": self.seq_lens, "--batch": self.batches, **widths}.items():
             check_distinct(option, values)
             for value in values:
                 if value < 1:
                     raise UserError(f"{option} has {value}; expected positive integers")
         check_distinct("--variants", [model.label for model in self.models])
         # a spec that cannot work is refused before anything is measured
-        for case in self.cases():
-            spec_from_case(case)
+        _ = [case.spec for case in self.cases()]
 
     def cases(self) -> Iterator[BenchCase]:
         """Shorter sequences first; of one size, model by model."""
@@ -143,32 +138,6 @@ def check_distinct(option: str, given: Collection[object]) -> None:
         seen.add(key)
 
 
-def spec_from_case(case: BenchCase) -> BuildSpec:
-    """The model of a case as it is exported: seq_len is the measured length, and our operators are fused if possible.
-
-    Raises SpecError for options that cannot work.
-    """
-    return BuildSpec(model=model_of_case(case), batch=case.batch, precision=case.precision, fused=True)  # type: ignore[arg-type]
-
-
-def model_of_case(case: BenchCase) -> AttentionSpec | EncoderSpec:
-    sizes = {"dim": case.heads * case.head_dim, "heads": case.heads, "seq_len": case.model_seq_len or case.seq_len}
-    attention = attention_spec(case.variant, sizes | case.options)
-    return EncoderSpec(attention=attention, **case.encoder) if case.scope == "encoder" else attention
-
-
-def products_of_case(case: BenchCase) -> tuple[Product, ...]:
-    """The matrix products of one call: for the scope "core" those of attention alone, else with all projections."""
-    model = model_of_case(case)
-    products = model.attention.core_products if case.scope == "core" else model.products
-    return tuple(products(case.batch, case.seq_len))
-
-
-def logits_bytes(case: BenchCase) -> int:
-    """The largest intermediate value of the plain formula, float32, such as the logits of softmax."""
-    return 4 * model_of_case(case).attention.largest_intermediate(case.batch, case.seq_len)
-
-
 Status = Literal["measured", "disturbed", "failed", "not run"]
 
 
@@ -199,6 +168,41 @@ class BenchCase:
     @property
     def tokens(self) -> int:
         return self.batch * self.seq_len
+
+    @property
+    def title(self) -> str:
+        batch = f"{self.batch} × " if self.batch > 1 else ""
+        return f"{self.label}, {batch}{self.seq_len} tokens{self.runtime and f' on {self.runtime}'}"
+
+    @property
+    def spec(self) -> BuildSpec:
+        """The model as it is exported: seq_len is the measured length, and our operators are fused if possible.
+
+        Raises SpecError for options that cannot work.
+        """
+        return BuildSpec(model=self.model, batch=self.batch, precision=self.precision, fused=True)  # type: ignore[arg-type]
+
+    @property
+    def model(self) -> AttentionSpec | EncoderSpec:
+        sizes = {"dim": self.heads * self.head_dim, "heads": self.heads, "seq_len": self.model_seq_len or self.seq_len}
+        attention = attention_spec(self.variant, sizes | self.options)
+        return EncoderSpec(attention=attention, **self.encoder) if self.scope == "encoder" else attention
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The matrix products of one call: for the scope "core" those of attention alone, else with all projections."""
+        products = self.model.attention.core_products if self.scope == "core" else self.model.products
+        return tuple(products(self.batch, self.seq_len))
+
+    @property
+    def flops(self) -> int:
+        """Operations of its products."""
+        return sum(product.flops for product in self.products)
+
+    @property
+    def logits_bytes(self) -> int:
+        """The largest intermediate value of the plain formula, float32, such as the logits of softmax."""
+        return 4 * self.model.attention.largest_intermediate(self.batch, self.seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,30 +399,31 @@ class SweepResults:
     complete: bool = True
     environment: Mapping[str, Any] = field(default_factory=dict)
 
-    def count(self, status: str) -> int:
-        return sum(row.status == status for row in self.rows)
+    @property
+    def summary(self) -> dict[str, int]:
+        """The number of cells by status."""
+        return {status: sum(row.status == status for row in self.rows) for status in get_args(CellStatus)}
 
     @property
     def verdict(self) -> str:
         """ "passed", "failed", or "not run" if some cells did not run."""
-        if self.count("failed"):
+        if self.summary["failed"]:
             return "failed"
-        return "passed" if self.count("finished") == len(self.rows) else "not run"
+        return "not run" if self.summary["not run"] else "passed"
 
     @property
     def sentence(self) -> str:
         """The sweep in one line."""
-        parts = [f"{self.count(status)} {status}" for status in ("finished", "failed", "not run") if self.count(status)]
+        parts = [f"{count} {status}" for status, count in self.summary.items() if count]
         new = sum(row.is_new for row in self.rows if row.status == "finished")
-        old = self.count("finished") - new
+        old = self.summary["finished"] - new
         before = f" ({new} now, {old} before)" if new and old else " (all before)" if old else ""
         return f"{counted(len(self.rows), 'cell')}: {listed(parts)}{before}"
 
     def to_json(self) -> str:
-        values = {name: value for name, value in asdict(self).items() if name != "rows"}
-        summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
-        rows = [asdict(row) for row in self.rows]
-        return json_text({"format_version": SWEEP_FORMAT, **values, "summary": summary, "cells": rows})
+        values = asdict(self)
+        cells = values.pop("rows")
+        return json_text({"format_version": SWEEP_FORMAT, **values, "summary": self.summary, "cells": cells})
 
 
 @dataclass(frozen=True)

@@ -388,6 +388,14 @@ def cells_table(rows: Sequence[SweepRow]) -> Table:
     return Table("Every cell", columns, lines, "", folded, len(rows) <= MAX_OPEN_CELLS)
 
 
+# each with its field of a row, the unit of the axis in that of the field, and the field of its limit
+QUANTITIES_OF_CELL = (
+    (Quantity("Worst error against length", "max |error| / RMS", number), "worst_error", 1.0, "error_limit"),
+    (Quantity("Size of the model against length", "megabytes", "{:.3g} MB".format), "model_bytes", 1e6, ""),
+    (Quantity("Time of the build against length", "seconds", "{:.3g} s".format), "seconds", 1.0, ""),
+)
+
+
 def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:
     """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
     finished = [row for row in rows if row.status == "finished"]
@@ -398,24 +406,15 @@ def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:
     if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
         return None
 
-    def lines(field: str, unit: float = 1.0, limit: str = "") -> list[PlotLine]:
-        """The values of a field in some unit; a logarithmic axis has no 0."""
+    def values(rows: Sequence[SweepRow], name: str, unit: float) -> dict[int, float]:
+        # a logarithmic axis has no 0
+        return {row.seq_len: getattr(row, name) / unit for row in rows if name and getattr(row, name)}
 
-        def values(rows: Sequence[SweepRow], name: str) -> dict[int, float]:
-            return {row.seq_len: getattr(row, name) / unit for row in rows if name and getattr(row, name)}
-
-        return [PlotLine(*key, values(rows, field), values(rows, limit)) for key, rows in groups.items()]
-
-    return chart_of(
-        "sweep",
-        {
-            Quantity("Worst error against length", "max |error| / RMS", number): lines(
-                "worst_error", limit="error_limit"
-            ),
-            Quantity("Size of the model against length", "megabytes", "{:.3g} MB".format): lines("model_bytes", 1e6),
-            Quantity("Time of the build against length", "seconds", "{:.3g} s".format): lines("seconds"),
-        },
-    )
+    lines = {
+        quantity: [PlotLine(*key, values(rows, name, unit), values(rows, limit, unit)) for key, rows in groups.items()]
+        for quantity, name, unit, limit in QUANTITIES_OF_CELL
+    }
+    return chart_of("sweep", lines)
 
 
 def write_results(

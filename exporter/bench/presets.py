@@ -101,7 +101,7 @@ def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
         if baseline := baseline_of(curve, every):
             own, other = curve.values(mean_ms), baseline.values(mean_ms)
             ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
-    return [(curve, values) for curve, values in ratios if values]
+    return ratios
 
 
 def mean_ms(row: BenchRow) -> float | None:
@@ -117,16 +117,15 @@ def alternating(published: Published, results: BenchResults) -> Table:
     """Every published row followed by the measured rows that repeat it; then the rows that repeat none."""
     columns = [int(length) for length in published.columns[1:]]
     lengths = sorted({*columns, *lengths_of(results)})
-    measured = measured_lines(curves(results), lengths, median_pair)
+    others = measured_lines(curves(results), lengths, median_pair)
     softmax = dict(zip(columns, published.rows[0][1:], strict=True))
     lines: list[Line] = []
     for row in published.rows:
         figures = dict(zip(columns, row[1:], strict=True))
         pairs = [published_pair(figures.get(length), softmax.get(length)) for length in lengths]
         lines.append(line_of(str(row[0]), "published", pairs, True))
-        lines += [measured_line(curve, pairs) for curve, pairs in measured if repeats(str(row[0]), curve)]
-    names = [str(row[0]) for row in published.rows]
-    others = [one for one in measured if not any(repeats(name, one[0]) for name in names)]
+        lines += [measured_line(curve, pairs) for curve, pairs in others if repeats(str(row[0]), curve)]
+        others = [one for one in others if not repeats(str(row[0]), one[0])]
     lines += [measured_line(*one, begins=n == 0) for n, one in enumerate(others)]
     return sheet("Published and measured", lengths, lines, PAIR_NOTE, "Source")
 

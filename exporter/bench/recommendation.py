@@ -10,22 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from effexport.base.formatting import (
-    NOTHING,
-    Word,
-    command_line,
-    counted,
-    duration,
-    listed,
-    memory,
-    three_digits,
-)
+from effexport.base.formatting import NOTHING, Word, command_line, counted, duration, listed, memory, three_digits
 from effexport.base.machine import Processor
 from effexport.base.option_fields import options_of, words_of
 from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
 from effexport.bench.findings import median_text
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, model_of_case
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow
 from effexport.bench.timing import MOST_DISTURBED
 from effexport.models.attention_spec import field_names
 from effexport.options import BuildOptions
@@ -87,6 +78,11 @@ class AdviceEntry:
         return None if self.row is None else self.row.median_ms
 
     @property
+    def takes_ms(self) -> float:
+        """Its latency, to compare; infinite if it was not timed."""
+        return math.inf if self.latency_ms is None else self.latency_ms
+
+    @property
     def latency(self) -> str:
         return NOTHING if self.row is None else median_text(self.row)
 
@@ -107,7 +103,7 @@ class AdviceEntry:
     @property
     def is_disturbed(self) -> bool:
         """True if its timing is too long because of other programs."""
-        return self.latency_ms is not None and self.row is not None and not self.row.is_quotable
+        return self.row is not None and self.row.timing is not None and not self.row.is_quotable
 
     @property
     def figures(self) -> str:
@@ -126,12 +122,12 @@ def with_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
     """The entries with the frontier marked. The one with the lowest loss is to be used, unless one with a lower loss
     may fit that other programs disturbed."""
     fitting = [entry for entry in entries if entry.quality is not None and entry.standing in FITTING]
-    best = min(fitting, key=lambda entry: (entry.lost, entry.latency_ms or 0.0), default=None)
+    best = min(fitting, key=lambda entry: (entry.lost, entry.takes_ms), default=None)
     if best is None:
         return list(entries)
     unsure = [entry for entry in entries if entry.quality is not None and entry.standing == "disturbed"]
     is_sure = all(entry.lost > best.lost for entry in unsure)
-    timed = sorted((entry for entry in fitting if not entry.is_disturbed), key=lambda entry: entry.latency_ms or 0.0)
+    timed = sorted((entry for entry in fitting if not entry.is_disturbed), key=lambda entry: entry.takes_ms)
 
     def placed(entry: AdviceEntry) -> AdviceEntry:
         if entry is best:
@@ -146,7 +142,7 @@ def with_frontier(entries: Sequence[AdviceEntry]) -> list[AdviceEntry]:
 
 def beats(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if one of two timed and judged entries is at least as good in latency and in loss, and better in one."""
-    first, second = (((entry.latency_ms or 0.0), entry.lost) for entry in (one, other))
+    first, second = ((entry.takes_ms, entry.lost) for entry in (one, other))
     return first[0] <= second[0] and first[1] <= second[1] and first != second
 
 
@@ -181,9 +177,9 @@ def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: 
 
 def beside(entry: AdviceEntry, best: AdviceEntry) -> str:
     """`is 2.10 times as fast and loses 0.12 bits per byte`; its time alone if that of the other is not known."""
-    speed = f"takes {duration(entry.latency_ms)}"
-    if not best.is_disturbed and best.latency_ms is not None and entry.latency_ms is not None:
-        speed = f"is {three_digits(best.latency_ms / entry.latency_ms)} times as fast"
+    speed = f"is {three_digits(best.takes_ms / entry.takes_ms)} times as fast"
+    if best.is_disturbed:
+        speed = f"takes {duration(entry.latency_ms)}"
     assert entry.quality is not None
     if are_alike(entry, best):
         return f"{speed} and shows no difference in loss"
@@ -231,7 +227,7 @@ def command_from_case(case: BenchCase, spec_file: str = "") -> BuildCommand | No
     if runtime.graph != "ours":
         return None
     given = options_from_toml(Path(spec_file)) if spec_file else {}
-    attention = model_of_case(case).attention
+    attention = case.model.attention
     values: dict[str, Any] = {"variant": case.variant, "scope": case.scope, "dim": attention.dim}
     values |= {"heads": attention.heads, "seq_len": case.seq_len}
     values |= {"batch": case.batch} if case.batch != given.get("batch", 1) else {}
@@ -299,7 +295,7 @@ def advice_from_results(results: BenchResults, plan: AdvicePlan) -> Advice:
 def model_text(plan: AdvicePlan) -> str:
     """The measured model: `one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32`."""
     case = plan.cases[0]
-    model = model_of_case(case)
+    model = case.model
     name = f"an encoder of {counted(model.layers, 'layer')}" if case.scope == "encoder" else "one attention layer"
     size = f"width {model.attention.dim}, {counted(model.attention.heads, 'head')}"
     return f"{name} ({size}), {case.batch} × {case.seq_len:,} tokens, {case.precision}"
@@ -315,16 +311,13 @@ def ranked(results: BenchResults, plan: AdvicePlan) -> tuple[AdviceEntry, ...]:
         found.append(AdviceEntry(case.label, case.runtime, *judged(row, plan.limits), row, quality))
     entries = with_frontier(found)
     entries += [AdviceEntry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
-    entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
-    if entries[0].standing in ("fits", "–") and is_fastest(entries[0], entries):
-        entries[0] = replace(entries[0], standing="use this")
+    entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.takes_ms))
+    best = entries[0]
+    # none that was disturbed, the best one included, could be faster than that
+    is_fastest = all(one.takes_ms / MOST_DISTURBED > best.takes_ms for one in entries if one.is_disturbed)
+    if best.standing in ("fits", "–") and is_fastest:
+        entries[0] = replace(best, standing="use this")
     return tuple(entries)
-
-
-def is_fastest(best: AdviceEntry, entries: Sequence[AdviceEntry]) -> bool:
-    """True if no disturbed entry, the best one included, could be faster than it was measured."""
-    disturbed = [entry.latency_ms for entry in entries if entry.is_disturbed and entry.latency_ms is not None]
-    return all(best.latency_ms is not None and ms / MOST_DISTURBED > best.latency_ms for ms in disturbed)
 
 
 def judged(row: BenchRow | None, limits: Limits) -> tuple[Standing, str]:
@@ -381,24 +374,20 @@ def sentences_of_best(best: AdviceEntry, entries: Sequence[AdviceEntry], plan: A
 
 def sentences_of_none(entries: Sequence[AdviceEntry], plan: AdvicePlan, *, measured: bool) -> Iterator[str]:
     """The reason there is nothing to recommend, and the closest candidate."""
+    best: dict[Standing, AdviceEntry] = {entry.standing: entry for entry in reversed(entries)}
     if not measured:
         yield NOTHING_MEASURED
-        return
-    (seq_len,) = plan.grid.seq_lens
-    unknown = [entry for entry in entries if entry.standing == "memory unknown"]
-    over = [entry for entry in entries if entry.standing == "over the limit"]
-    what = f"meets {plan.limits.text}" if plan.limits.text else "was timed"
-    reached = "No model" if all(entry.standing != "not reached" for entry in entries) else "None of the models so far"
-    if unknown:
-        yield f"{unknown[0].name} is fast enough with {unknown[0].figures}, but its memory is unknown."
-        return
-    disturbed = [entry for entry in entries if entry.standing == "disturbed"]
-    if disturbed:
-        yield f"No conclusion: {disturbed[0].name} took {duration(disturbed[0].latency_ms)}, but it was disturbed."
-        return
-    yield f"{reached} {what} for {seq_len:,} tokens on this machine."
-    if over:
-        yield f"The fastest that was measured is {over[0].name} with {over[0].figures}."
+    elif unknown := best.get("memory unknown"):
+        yield f"{unknown.name} is fast enough with {unknown.figures}, but its memory is unknown."
+    elif disturbed := best.get("disturbed"):
+        yield f"No conclusion: {disturbed.name} took {duration(disturbed.latency_ms)}, but it was disturbed."
+    else:
+        (seq_len,) = plan.grid.seq_lens
+        reached = "None of the models so far" if "not reached" in best else "No model"
+        what = f"meets {plan.limits.text}" if plan.limits.text else "was timed"
+        yield f"{reached} {what} for {seq_len:,} tokens on this machine."
+        if over := best.get("over the limit"):
+            yield f"The fastest that was measured is {over.name} with {over.figures}."
 
 
 def caveats(results: BenchResults, entries: Sequence[AdviceEntry]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,47 +13,14 @@ from typing import TYPE_CHECKING
 
 from effexport.base.disk import ANOTHER_TEMPORARY, disk_problem, write_error
 from effexport.base.environment import describe_machine, usable_cores
-from effexport.base.errors import EffexportError, is_out_of_memory
+from effexport.base.errors import EffexportError
 from effexport.base.formatting import number
 from effexport.base.machine import Machine
 from effexport.base.runtimes import RUNTIMES, TORCH_OF_DEVICE
-from effexport.bench import costs
-from effexport.bench.candidates import (
-    Candidate,
-    agreement,
-    candidate_from_case,
-    engine_from_case,
-    inputs_of_case,
-    is_beyond_runtime,
-    naive_onnx_from_case,
-    onnx_from_case,
-    reference_of_case,
-    short,
-    spec_of_file,
-)
+from effexport.bench import candidates, costs
 from effexport.bench.executors import peak_memory
-from effexport.bench.grid import (
-    BenchCase,
-    BenchResults,
-    BenchRow,
-    Floor,
-    Grid,
-    OnStep,
-    Pace,
-    made_now,
-    model_of_case,
-    products_of_case,
-)
-from effexport.bench.timing import (
-    Rotation,
-    TimedCall,
-    disturbance_of,
-    note_of,
-    reason_disturbed,
-    times_faster,
-    timing_from_samples,
-    wait_until_idle,
-)
+from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Floor, Grid, OnStep, Pace, made_now
+from effexport.bench.timing import Rotation, Settings, TimedCall, timed_row, times_faster, wait_until_idle
 from effexport.models.validation import SpecError
 from effexport.proof.module_runs import torch_threads
 
@@ -66,31 +32,12 @@ RECOMPILE_LIMIT = 1024
 NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept memory that the others need"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a measurement. threads: of each runtime (None: one per core). max_seconds: timed, per row.
-
-    parity: compare with PyTorch before timing. memory: measure it too, except of rows slower than `longest_ms`.
-    wait_seconds: the longest total wait for other programs to leave the machine alone.
-    """
-
-    rounds: int = 15
-    max_seconds: float = 10.0
-    threads: int | None = None
-    parity: bool = True
-    memory: bool = True
-    longest_ms: float = math.inf
-    wait_seconds: float = 0.0
-    preset: str = ""
-    command: str = ""
-
-
 @dataclass
 class PreparedCase:
     """A case being measured; once the status of `row` is not "measured", nothing more is done with it."""
 
     row: BenchRow
-    candidate: Candidate | None = None
+    candidate: candidates.Candidate | None = None
     model: Path | None = None
     memory_arena: bool = True
 
@@ -132,8 +79,7 @@ class Bench:
     def size(self, cases: Sequence[BenchCase]) -> None:
         """All cases of one length, batch and precision."""
         found: list[PreparedCase] = []
-        judges_waits = self.threads <= self.machine.cores
-        rotation = Rotation([], self.settings.rounds, self.settings.max_seconds, self.machine, judges_waits)
+        rotation = self.rotation([], self.settings.rounds, self.settings.max_seconds)
         try:
             for _, group in itertools.groupby(cases, key=lambda case: case.label):
                 found += self.prepared(list(group))
@@ -156,22 +102,23 @@ class Bench:
             for item in found:
                 item.close()
 
+    def rotation(self, calls: Sequence[TimedCall], rounds: int, max_seconds: float) -> Rotation:
+        """Turns of calls that have all threads of the run; with more than there are cores, they wait for each other."""
+        return Rotation(calls, rounds, max_seconds, self.machine, judges_waits=self.threads <= self.machine.cores)
+
     def prepared(self, cases: Sequence[BenchCase]) -> Iterator[PreparedCase]:
         """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
         # PyTorch's answer, made when first needed
-        reference = cache(lambda: reference_of_case(cases[0], inputs_of_case(cases[0])))
+        reference = cache(lambda: candidates.reference_of_case(cases[0], candidates.inputs_of_case(cases[0])))
         for case in cases:
-            files = len(self._models)
-            self.pace.say(f"{describe(case)}: preparing")
+            self.pace.say(f"{case.title}: preparing")
             item = PreparedCase(BenchRow(case=case, status="measured"))
             reason = costs.reason_not_run(case)
             if reason is not None:
                 item.stop(reason, failed=False)
             else:
                 self.prepare(item, reference)
-                self.pace.pay(
-                    costs.prepare_cost(case, self.settings.parity) + costs.EXPORT_SECONDS * (len(self._models) - files)
-                )
+                self.pace.pay(costs.prepare_cost(case, self.settings))
             yield item
 
     def prepare(self, item: PreparedCase, reference: Callable[[], Case]) -> None:
@@ -179,15 +126,17 @@ class Bench:
         case = item.row.case
         item.memory_arena = not RUNTIMES[case.runtime].graph or costs.arena_fits(case)
         try:
-            item.model = self.model_of_case(case)
-            item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
-            item.candidate.bind(inputs_of_case(case))
+            item.model = self.file_of_case(case)
+            item.candidate = candidates.candidate_from_case(
+                case, item.model, threads=self.threads, memory_arena=item.memory_arena
+            )
+            item.candidate.bind(candidates.inputs_of_case(case))
             item.candidate.run()
-            parity = agreement(item.candidate, case, reference()) if self.settings.parity else None
+            parity = candidates.agreement(item.candidate, case, reference()) if self.settings.parity else None
         except Exception as error:  # runtimes and compilers have no common base class for their errors
             if disk_problem(error):  # nothing that follows could be measured either
                 raise write_error(self.folder, error, ANOTHER_TEMPORARY) from error
-            item.stop(short(error), failed=not (is_out_of_memory(error) or is_beyond_runtime(error)))
+            item.stop(candidates.short(error), failed=not candidates.is_limit_of_machine(error))
             return
         note = "" if item.memory_arena else NO_ARENA
         item.row = replace(item.row, parity=parity, implementation=dict(item.candidate.implementation), note=note)
@@ -195,19 +144,19 @@ class Bench:
             figures = "" if parity.value is None else f" {number(parity.value)} > {number(parity.limit)}"
             item.stop(f"parity: {parity.metric}{figures}; {parity.detail}", failed=True)
 
-    def model_of_case(self, case: BenchCase) -> Path | None:
+    def file_of_case(self, case: BenchCase) -> Path | None:
         """The file that the runtime reads, made at the first request. A failure is raised again at every request."""
         runtime = RUNTIMES[case.runtime]
         if not runtime.graph:
             return None
         name = file_name(case)
-        export = naive_onnx_from_case if runtime.graph == "naive" else onnx_from_case
+        export = candidates.naive_onnx_from_case if runtime.graph == "naive" else candidates.onnx_from_case
         path = self.made(f"{name}.onnx", lambda path: export(case, path))
         if runtime.engine:
             model = path
             # an engine accepts one size only
             engine = f"{name}-{case.batch}-{case.seq_len}-{case.runtime}.engine"
-            return self.made(engine, lambda path: engine_from_case(case, model, path))
+            return self.made(engine, lambda path: candidates.engine_from_case(case, model, path))
         return path
 
     def made(self, name: str, make: Callable[[Path], None]) -> Path:
@@ -217,6 +166,7 @@ class Bench:
                 self._models[name] = self.folder / name
             except (EffexportError, SpecError) as error:
                 self._models[name] = error
+            self.pace.pay(costs.EXPORT_SECONDS)
         found = self._models[name]
         if isinstance(found, Exception):
             raise found
@@ -231,9 +181,7 @@ class Bench:
             # every session has its own threads
             yield TimedCall(item.name, item.candidate.run, item.name if runtime.graph else "torch")
         for (label, device), case in devices.items():
-            yield TimedCall(
-                f"products of {label} on {device}", costs.run_products(products_of_case(case), device), "torch"
-            )
+            yield TimedCall(f"products of {label} on {device}", costs.run_products(case.products, device), "torch")
             yield TimedCall(f"pass of {label} on {device}", costs.run_pass(costs.traffic_bytes(case), device), "torch")
 
     def time(self, rotation: Rotation, ready: Sequence[PreparedCase]) -> None:
@@ -242,8 +190,8 @@ class Bench:
         settings = self.settings
         labels = {item.row.case.label for item in ready}
         first = replace(ready[0].row.case, runtime="")
-        title = describe(first if len(labels) == 1 else replace(first, label="all models"))
-        cost = sum(costs.timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
+        title = (first if len(labels) == 1 else replace(first, label="all models")).title
+        cost = sum(costs.timing_cost(item.row.case, settings) for item in ready)
 
         def on_round(number: int) -> None:
             self.pace.pay(cost / settings.rounds if number <= settings.rounds else 0.0)
@@ -257,28 +205,20 @@ class Bench:
     def finish(self, rotation: Rotation, found: Sequence[PreparedCase]) -> None:
         """Fill in timings, floors and ratios of a rotation, also of one that was interrupted."""
         for item in found:
-            seconds = rotation.used_rounds(item.name)
             if item.name in rotation.failures:
-                item.stop(f"while it was timed: {short(rotation.failures[item.name])}", failed=True)
-            elif rotation.has_enough(seconds):
-                case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
-                row = replace(
-                    item.row,
-                    timing=timing_from_samples([*seconds.values()]),
-                    floor=floor_of(rotation, case.label, device),
-                    disturbance=disturbance_of(rotation, item.name),
-                    note="; ".join(filter(None, (item.row.note, note_of(rotation, item.name)))),
-                )
-                reason = reason_disturbed(row, rotation, item.name)
-                item.row = replace(row, status="disturbed", reason=reason) if reason else row
+                item.stop(f"while it was timed: {candidates.short(rotation.failures[item.name])}", failed=True)
+            elif rotation.has_enough(rotation.used_rounds(item.name)):
+                item.row = timed_row(item.row, rotation, item.name, floor_of(rotation, item.row.case))
         self.fill_in_ratios(rotation, found)
 
     def fill_in_ratios(self, rotation: Rotation, found: Sequence[PreparedCase]) -> None:
         """Fill in the speedup of each undisturbed row over undisturbed softmax, and over PyTorch."""
         good = {item.name: rotation.samples[item.name] for item in found if item.row.is_quotable}
+        labels = (model.label for model in self.grid.models if model.variant == "softmax" and not model.options)
+        plain = next(labels, "")
         for item in found:
             case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
-            own, softmax = good.get(item.name, {}), good.get(f"{self.softmax_label} on {case.runtime}", {})
+            own, softmax = good.get(item.name, {}), good.get(f"{plain} on {case.runtime}", {})
             torch = good.get(f"{case.label} on {TORCH_OF_DEVICE[device]}", {})
             item.row = replace(
                 item.row,
@@ -286,23 +226,17 @@ class Bench:
                 times_torch=times_faster(own, torch, rotation.fewest),
             )
 
-    @property
-    def softmax_label(self) -> str:
-        """The label of plain softmax attention in this grid, or "" if it has none."""
-        labels = [model.label for model in self.grid.models if model.variant == "softmax" and not model.options]
-        return next(iter(labels), "")
-
     def measure_memory(self, found: Sequence[PreparedCase]) -> None:
         for item in found:
             if item.row.timing is None or item.row.timing.median_ms > self.settings.longest_ms:
                 continue
             case = item.row.case
-            self.pace.say(f"{describe(case)}: measuring memory")
+            self.pace.say(f"{case.title}: measuring memory")
             outcome = peak_memory(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
             if outcome.status == "finished":
                 item.row = replace(item.row, peak_bytes=outcome.peak_bytes)
             else:
-                note = f"peak memory is unknown: {short(outcome.reason.partition(';')[0])}"
+                note = f"peak memory is unknown: {candidates.short(outcome.reason.partition(';')[0])}"
                 item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
             self.pace.pay(costs.memory_cost(case))
 
@@ -355,30 +289,19 @@ def total_cost(grid: Grid, settings: Settings) -> float:
     """Roughly how many seconds a benchmark takes, without the rows that this machine cannot run."""
     cases = [case for case in grid.cases() if costs.reason_not_run(case) is None]
     files = {file_name(case) for case in cases if RUNTIMES[case.runtime].graph}
-    return (
-        costs.START_SECONDS
-        + costs.EXPORT_SECONDS * len(files)
-        + costs.measuring_cost(
-            cases, settings.rounds, settings.max_seconds, parity=settings.parity, memory=settings.memory
-        )
-    )
+    return costs.START_SECONDS + costs.EXPORT_SECONDS * len(files) + costs.measuring_cost(cases, settings)
 
 
 def file_name(case: BenchCase) -> str:
     """The name of a case's exported file, without its suffix. Some models have one file for every length."""
-    model, graph = model_of_case(case), RUNTIMES[case.runtime].graph
+    model, graph = case.model, RUNTIMES[case.runtime].graph
     length = "any" if case.scope != "encoder" and model.attention.is_length_free else model.seq_len
-    precision = case.precision + (spec_of_file(case).bf16 or "")
+    precision = case.precision + (candidates.spec_of_file(case).bf16 or "")
     return f"{case.label}-{length}-{precision}-{graph}".replace(" ", "_").replace("/", "_")
 
 
-def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
+def floor_of(rotation: Rotation, case: BenchCase) -> Floor | None:
     """Medians over the same rounds as those of the candidates, so that slow phases of the machine affect both."""
-    products, one_pass = (rotation.median_ms(f"{what} of {label} on {device}") for what in ("products", "pass"))
+    model = f"{case.label} on {RUNTIMES[case.runtime].device}"
+    products, one_pass = (rotation.median_ms(f"{what} of {model}") for what in ("products", "pass"))
     return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)
-
-
-def describe(case: BenchCase) -> str:
-    batch = f"{case.batch} × " if case.batch > 1 else ""
-    runtime = f" on {case.runtime}" if case.runtime else ""
-    return f"{case.label}, {batch}{case.seq_len} tokens{runtime}"

@@ -65,10 +65,7 @@ def plan_of(store: Store, cells: Sequence[Cell], chosen: Sequence[Cell], *, retr
     """Decide which of the chosen cells run: no finished ones, failed ones only with `retry_failed`."""
     states: dict[str, State] = {}
     for cell in cells:
-        if store.finished(cell) is not None:
-            states[cell.id] = "finished"
-        else:
-            states[cell.id] = "failed" if store.failed(cell) is not None else "to run"
+        states[cell.id] = "finished" if store.finished(cell) else "failed" if store.failed(cell) else "to run"
     again = ("failed", "to run") if retry_failed else ("to run",)
     return SweepPlan(cells, [cell for cell in chosen if states[cell.id] in again], states)
 

@@ -22,7 +22,7 @@ from effexport.bench.grid import Model, check_distinct, model_from_text, title_o
 from effexport.models.attention_spec import AttentionSpec, field_names
 from effexport.models.validation import SpecError, check_type, did_you_mean, require
 from effexport.models.variants import ATTENTION_SPECS
-from effexport.tensorrt.spec import EngineSpec, check_target, profiles_from_texts
+from effexport.tensorrt.spec import EngineSpec, profiles_from_texts
 
 # For the remedy of an error: JSON's booleans, numbers, strings and lists are TOML's too. Dates are TOML's alone.
 toml_text = partial(json.dumps, default=str)
@@ -146,8 +146,6 @@ def cells_from_document(document: Mapping[str, Any]) -> list[Cell]:
     models = [*axes.get("variant", ()), *(point.variant for point in include)]
     check_tables_are_used("options", options, "variant", {model.variant for model in models})
     targets = {*axes.get("target", ()), *(point.target for point in include)} - {ONNX_ONLY}
-    for target in targets:
-        check_target(target)
     for name in ("engine", "gpus"):
         require(
             not document.get(name) or bool(targets),

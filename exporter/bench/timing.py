@@ -7,15 +7,36 @@ repeated, within bounds, and do not count.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from effexport.base.formatting import rough_duration
 from effexport.base.machine import CoreUse, Machine, waited_between
-from effexport.bench.grid import BenchRow, Disturbance, Timing
+from effexport.bench.grid import BenchRow, Disturbance, Floor, Timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a measurement. threads: of each runtime (None: one per core). max_seconds: timed, per row.
+
+    parity: compare with PyTorch before timing. memory: measure it too, except of rows slower than `longest_ms`.
+    wait_seconds: the longest total wait for other programs to leave the machine alone.
+    """
+
+    rounds: int = 15
+    max_seconds: float = 10.0
+    threads: int | None = None
+    parity: bool = True
+    memory: bool = True
+    longest_ms: float = math.inf
+    wait_seconds: float = 0.0
+    preset: str = ""
+    command: str = ""
+
 
 # The use of cores is counted in hundredths of a second, so a shorter look would not see 5 %.
 LOOK_SECONDS = 2.0
@@ -230,7 +251,7 @@ class Rotation:
     def median_ms(self, name: str) -> float | None:
         """Median milliseconds of the undisturbed rounds of a call; None if they are too few."""
         own = self.samples.get(name, {})
-        return statistics.median(own.values()) * 1e3 if own and self.has_enough(own) else None
+        return statistics.median(own.values()) * 1e3 if self.has_enough(own) else None
 
     def sees_waits(self, name: str) -> bool:
         """True if waits for a core reveal the disturbed runs of a call."""
@@ -269,6 +290,19 @@ def times_faster(own: dict[int, float], other: dict[int, float], fewest: int) ->
     """The speedup over the other: the median over the rounds of both; None with fewer than `fewest`."""
     ratios = [other[number] / seconds for number, seconds in own.items() if number in other and seconds > 0]
     return statistics.median(ratios) if len(ratios) >= fewest else None
+
+
+def timed_row(row: BenchRow, rotation: Rotation, name: str, floor: Floor | None) -> BenchRow:
+    """The row of a call with its timing; disturbed, with a reason, if that may not be quoted."""
+    timed = replace(
+        row,
+        timing=timing_from_samples([*rotation.used_rounds(name).values()]),
+        floor=floor,
+        disturbance=disturbance_of(rotation, name),
+        note="; ".join(filter(None, (row.note, note_of(rotation, name)))),
+    )
+    reason = reason_disturbed(timed, rotation, name)
+    return replace(timed, status="disturbed", reason=reason) if reason else timed
 
 
 # Fused kernels take less than the floor, whose products go through memory and are as fast as PyTorch's library makes

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -29,27 +29,16 @@ from effexport.base.formatting import (
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, command_of, option
 from effexport.base.runtimes import BENCH_RUNTIMES, DEFAULT_RUNTIME, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
-from effexport.bench.advice import (
-    AdvicePlan,
-    Judged,
-    Limits,
-    advise,
-    described_by,
-    judged_from_files,
-    models_of_results,
-    quality_of_cases,
-)
+from effexport.bench.advice import AdvicePlan, Judged, Limits, advise, judged_from_files, quality_of_cases
 from effexport.bench.grid import SCOPES, BenchResults, Grid, Model, Step, models_from_text
 from effexport.bench.presets import PRESETS, Preset
+from effexport.bench.timing import Settings
 from effexport.cli._console import result_console, stderr_console, step_progress
 from effexport.cli._verbs import verb
 from effexport.models.attention_spec import AttentionSpec, attention_spec, field_names
 from effexport.models.validation import SpecError, did_you_mean, require
 from effexport.models.variants import ATTENTION_SPECS
 from effexport.runners.options import MOST_THREADS
-
-if TYPE_CHECKING:
-    from effexport.bench.run import Settings
 
 DEFAULT_OUTPUT = Path("bench")
 
@@ -107,8 +96,6 @@ class BenchRequest(Options):
 
         Raises UserError and SpecError for options that contradict each other or cannot work.
         """
-        from effexport.bench.run import Settings
-
         self.check()
         settings = Settings(command=command_of("bench", self))
         what: Grid | AdvicePlan
@@ -196,7 +183,7 @@ class BenchRequest(Options):
     def described(self, results: Sequence[Judged]) -> dict[str, Any]:
         """The fields of the model and of its export: those of the spec file, or of the first model that was judged,
         overridden by options."""
-        options = options_from_toml(self.spec) if self.spec else described_by(results[0].spec) if results else {}
+        options = options_from_toml(self.spec) if self.spec else results[0].described if results else {}
         options |= self.given(*DESCRIBING)
         for name, read in (("batch", numbers), ("precision", words)):
             if (text := getattr(self, name)) is not None:
@@ -238,7 +225,8 @@ class BenchRequest(Options):
         """Those of --variants, those that were judged, or all variants."""
         if self.variants is not None:
             return models_from_text(self.variants)
-        return models_of_results(results, options) if results else tuple(map(Model, ATTENTION_SPECS))
+        judged = {model.label: model for model in (one.candidate(options) for one in results)}
+        return tuple(judged.values()) or tuple(map(Model, ATTENTION_SPECS))
 
 
 def check_any_runs_here(runtimes: Sequence[str]) -> None:
@@ -246,14 +234,10 @@ def check_any_runs_here(runtimes: Sequence[str]) -> None:
     from effexport.bench.costs import reason_not_here
 
     require_torch("effexport bench")
-    reasons = {}
-    for name in runtimes:
-        reason = reason_not_here(name)
-        if reason is None:
-            return
-        reasons[name] = reason
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise UserError(f"--runtimes {','.join(runtimes)} cannot run here: {why}; choose others, such as torch,ort")
+    reasons = {name: reason_not_here(name) for name in runtimes}
+    if all(reasons.values()):
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise UserError(f"--runtimes {','.join(runtimes)} cannot run here: {why}; choose others, such as torch,ort")
 
 
 def grid_of(
@@ -264,32 +248,30 @@ def grid_of(
     options: those that describe attention layers, of any variant, count here. fields: of the grid.
     Raises SpecError for an option that no model has, and if no model can have its options.
     """
-    others = {"variant", "scope", "seq_len", *BUILD_FIELDS, *ENCODER_FIELDS}
-    options = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in options.items()
-        if name not in others
-    }
-    known = {name for model in models for name in field_names(ATTENTION_SPECS[model.variant])}
-    for name in options:
-        require(
-            name in known, f"the spec file sets {name!r}, a field of no compared variant{did_you_mean(name, known)}"
-        )
     heads, head_dim = options.get("heads", AttentionSpec.heads), options.get("head_dim")
     by_heads = head_dim is not None and "dim" not in options
     dim = heads * head_dim if by_heads else options.get("dim", AttentionSpec.dim)
     width = attention_spec("softmax", {"dim": dim, "heads": heads, "head_dim": head_dim})
     fields = {**fields, "heads": heads, "head_dim": width.head_size}
     extra = {} if width.inner_dim == dim else {"dim": dim, "head_dim": head_dim}
+    others = {"variant", "scope", "seq_len", "dim", "heads", "head_dim", *BUILD_FIELDS, *ENCODER_FIELDS}
+    own = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in options.items()
+        if name not in others
+    }
+    known = {name for model in models for name in field_names(ATTENTION_SPECS[model.variant])}
+    for name in own:
+        require(
+            name in known, f"the spec file sets {name!r}, a field of no compared variant{did_you_mean(name, known)}"
+        )
 
     possible: list[Model] = []
     refused: dict[str, str] = {}
     for model in models:
-        names = [
-            name for name in field_names(ATTENTION_SPECS[model.variant]) if name not in ("dim", "heads", "head_dim")
-        ]
-        own = {name: options[name] for name in names if name in options} | extra | model.options
-        described = Model(model.variant, own, model.label)
+        names = field_names(ATTENTION_SPECS[model.variant])
+        fitting = {name: own[name] for name in names if name in own}
+        described = Model(model.variant, fitting | extra | model.options, model.label)
         try:
             Grid(models=(described,), **fields)
             possible.append(described)
@@ -357,7 +339,7 @@ def announced(what: Grid | AdvicePlan, settings: Settings) -> Iterator[str]:
         name = f"preset {settings.preset}" if settings.preset else "plan"
         yield f"{name}: {rows}; about {seconds}; Ctrl-C keeps the results so far"
         return
-    seconds = rough_duration(what.seconds(settings.rounds, settings.max_seconds))
+    seconds = rough_duration(what.seconds(settings))
     yield f"plan: {model_text(what)}; about {seconds}, and Ctrl-C gives the advice so far"
     order = "; ".join(cases[0].label for cases in what.models)
     yield f"      on {listed(what.grid.runtimes)}, the cheapest first: {order}"

@@ -19,14 +19,7 @@ from effexport.base.errors import InterruptError, UserError
 from effexport.base.formatting import Word, bytes_from_text, command_line, counted, say
 from effexport.base.option_fields import A_FOLDER, A_NUMBER, Options, argument, command_of, option
 from effexport.bench.cells import Cell, Store, failed
-from effexport.bench.executors import (
-    CellLimits,
-    Executor,
-    cluster_executor,
-    jobs_of_machine,
-    local_executor,
-    process_executor,
-)
+from effexport.bench.executors import CellLimits, Executor, cluster_executor, local_executor, process_executor
 from effexport.bench.grid import Step, SweepResults
 from effexport.bench.page import CSV, JSON, PAGE, document_from_sweep, write_sweep
 from effexport.bench.sweep import Sweep, SweepPlan, plan_of, results_of_sweep
@@ -113,12 +106,12 @@ class SweepRequest(Options):
 
     def executor(self, console: Console) -> Executor:
         """Raises MissingExtraError and UserError."""
-        limits, jobs = self.limits(), self.jobs or jobs_of_machine()
+        limits = self.limits()
         if self.address is not None:
             return cluster_executor(self.address, limits, cpus=self.cpus, wait_seconds=self.wait)
         require_torch("a sweep on this machine")
         if not self.processes and importlib.util.find_spec("ray") is not None:
-            return local_executor(limits, jobs=jobs)
+            return local_executor(limits, jobs=self.jobs)
         if not self.processes:
             say(
                 console,
@@ -126,7 +119,7 @@ class SweepRequest(Options):
                 "to use a cluster: pip install 'effexport[sweep]'",
                 style="yellow",
             )
-        return process_executor(limits, jobs)
+        return process_executor(limits, self.jobs)
 
 
 @verb("sweep", SweepRequest)
@@ -197,15 +190,14 @@ def messages_of_ray(store: Store) -> Iterator[None]:
 
 
 def say_plan(console: Console, plan: SweepPlan, store: Store, request: SweepRequest) -> None:
-    states = [plan.states[cell.id] for cell in plan.cells]
-    parts = [f"{states.count('finished')} finished before", f"{len(plan.to_run)} to run"]
+    finished = sum(state == "finished" for state in plan.states.values())
+    parts = [f"{finished} finished before", f"{len(plan.to_run)} to run"]
     failed = sum(plan.states[cell.id] == "failed" for cell in plan.cells if cell not in plan.to_run)
     if failed:
         parts.append(f"{failed} failed before (skipped; --retry-failed runs them again)")
-    say(console, f"{request.sweep_file}: {counted(len(states), 'cell')}, {', '.join(parts)}")
+    say(console, f"{request.sweep_file}: {counted(len(plan.cells), 'cell')}, {', '.join(parts)}")
     for cell in plan.to_run:
-        damage = store.damage(cell)
-        if damage:
+        if damage := store.damage(cell):
             say(console, f"note: {cell.id} is rebuilt: {damage}", style="yellow")
 
 
@@ -236,11 +228,8 @@ def show_plan(plan: SweepPlan, store: Store, *, as_json: bool) -> None:
         ]
         print_json({"output": str(store.path), "would_run": len(to_run), "cells": cells})
     columns = (Column("name (ends with the hash)"), Column("cell"), Column("state", is_status=True))
-    lines = []
-    for cell in plan.cells:
-        state = plan.states[cell.id]
-        again = state == "failed" and cell.id in to_run
-        lines.append(Line((cell.id, cell.title, "would run again" if again else state)))
+    states = plan.states | {name: "would run again" for name in to_run if plan.states[name] == "failed"}
+    lines = [Line((cell.id, cell.title, states[cell.id])) for cell in plan.cells]
     console = result_console(as_json=as_json)
     print_part(console, Table("Cells", columns, tuple(lines)))
     finished = sum(state == "finished" for state in plan.states.values())

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from planted_machine import PlantedMachine
 
+from effexport.bench import candidates
 from effexport.bench import run as bench_run
 from effexport.bench.grid import Agreement, Grid, models_from_text, results_from_json
-from effexport.bench.run import Settings, bench
+from effexport.bench.run import bench
+from effexport.bench.timing import Settings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
@@ -182,14 +184,14 @@ def test_a_gpu_that_is_not_there_is_said_and_is_no_failure_if_another_runtime_wo
 
 
 def test_what_disagrees_is_not_timed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    healthy = bench_run.agreement
+    healthy = candidates.agreement
 
     def damaged(candidate: Any, case: Any, reference: Any) -> Agreement:
         if case.runtime == "ort":
             return Agreement(passed=False, metric="max |error| / RMS", value=0.5, limit=2e-5)
         return healthy(candidate, case, reference)
 
-    monkeypatch.setattr(bench_run, "agreement", damaged)
+    monkeypatch.setattr(candidates, "agreement", damaged)
     arguments = ["--variants", "linear", "--seq-lens", "64", "--runtimes", "torch,ort", *SMALL, "--no-memory"]
     result = cli("bench", *arguments, "-o", tmp_path / "out", "--json")
     assert result.code == 1
@@ -209,7 +211,7 @@ def test_an_exporter_that_fails_makes_a_failed_row_and_the_others_go_on(
     def fail(case: Any, path: Path) -> None:
         raise StageError("plain export", "no such operator")
 
-    monkeypatch.setattr(bench_run, "naive_onnx_from_case", fail)
+    monkeypatch.setattr(candidates, "naive_onnx_from_case", fail)
     results = bench(small_grid("linear", ("torch", "naive")), quick)
     rows = results.rows
     # that somebody else's exporter fails is a finding, not an error

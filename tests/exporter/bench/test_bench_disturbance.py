@@ -17,8 +17,8 @@ from effexport.bench import run as bench_run
 from effexport.bench.findings import crossovers, curves, disturbance, headlines, problems, verdict
 from effexport.bench.grid import BenchResults, BenchRow, Disturbance, Floor, Grid, Model, results_from_json
 from effexport.bench.page import bench_chart, csv_from_results, document_from_results
-from effexport.bench.run import Settings, bench
-from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN
+from effexport.bench.run import bench
+from effexport.bench.timing import LEAST_TIMES_FLOOR, NO_WAITS, NOTHING_KNOWN, Settings
 from effexport.render.formats import print_document
 
 Cli = Callable[..., Any]

@@ -6,7 +6,7 @@ import pytest
 
 from effexport.base.errors import UserError
 from effexport.base.formatting import lengths, numbers, words
-from effexport.bench.grid import Grid, Model, models_from_text, spec_from_case
+from effexport.bench.grid import Grid, Model, models_from_text
 from effexport.bench.presets import PRESETS, published_of
 from effexport.models.attention_spec import attention_spec
 from effexport.models.variants.lsh import LSHSpec
@@ -27,7 +27,7 @@ def test_cases_are_every_combination_shorter_sequences_first() -> None:
 
 def test_the_spec_of_a_case_has_the_measured_length_and_the_options() -> None:
     case = next(Grid(models=models_from_text("lsh:num_hashes=4"), seq_lens=(300,), heads=2, head_dim=16).cases())
-    spec = spec_from_case(case)
+    spec = case.spec
     assert isinstance(spec.model, LSHSpec)
     assert (spec.model.seq_len, spec.model.num_hashes, spec.model.dim, spec.fused) == (300, 4, 32, True)
     # as `effexport build` makes it

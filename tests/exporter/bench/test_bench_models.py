@@ -28,7 +28,7 @@ from effexport.bench.candidates import (
     reference_of_case,
     signature_of_case,
 )
-from effexport.bench.grid import BenchCase, Grid, Model, spec_from_case
+from effexport.bench.grid import BenchCase, Grid, Model
 from effexport.export.onnx_graph import all_nodes
 from effexport.plugins.ops import DOMAIN
 
@@ -118,7 +118,7 @@ def test_signatures_are_those_of_the_modules(variant: str) -> None:
     hidden = torch.zeros(case.batch, case.seq_len, case.heads * case.head_dim)
     core = module_from_case(case)
     projected = core.layer.project(hidden)  # type: ignore[operator, union-attr]
-    heads, channels = spec_from_case(case).attention.projected
+    heads, channels = case.spec.attention.projected
     assert [tuple(x.shape) for x in projected] == [(2, heads, 100, width) for width in channels.values()]
     assert [x.shape for x in inputs_of_case(case).values()] == [tuple(x.shape) for x in projected]
 
@@ -168,9 +168,7 @@ def test_on_a_cpu_bfloat16_is_that_of_linear_layers_as_in_a_build(part: str, nam
 
 
 def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench import candidates as naive
-
-    monkeypatch.setattr(naive, "reference_of_operator", dict)
+    monkeypatch.setattr(candidates, "reference_of_operator", dict)
     with pytest.raises(StageError, match="plain export: "):
         naive_onnx_from_case(small_case("lsh", "naive"), tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
@@ -248,7 +246,7 @@ def test_a_small_fault_in_a_hashed_model_gets_no_timing(
         if operand is not None:
             enlarge_operand(operand, path)
 
-    monkeypatch.setattr(bench_run, "onnx_from_case", export)
+    monkeypatch.setattr(candidates, "onnx_from_case", export)
     models = (Model("lsh", SMALL_OPTIONS["lsh"]),)
     grid = Grid(models=models, seq_lens=(100,), runtimes=(runtime,), heads=2, head_dim=16)
     (row,) = bench_run.bench(grid, bench_run.Settings(rounds=3, max_seconds=1, threads=1, memory=False)).rows

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from effexport.bench.costs import FEWEST_ROWS, pieces
-from effexport.bench.grid import BenchCase, Grid, models_from_text, products_of_case
+from effexport.bench.grid import BenchCase, Grid, models_from_text
 from effexport.models.shapes import Product
 
 BATCH, HEADS, D, N = 2, 3, 16, 192
@@ -17,10 +17,6 @@ GROUPS, DIM, TOKENS = BATCH * HEADS, HEADS * D, BATCH * N
 def case_of(variant: str, scope: str = "core") -> BenchCase:
     models = models_from_text(variant)
     return next(Grid(models=models, seq_lens=(N,), batches=(BATCH,), heads=HEADS, head_dim=D, scope=scope).cases())
-
-
-def flops_of(variant: str, scope: str = "core") -> int:
-    return sum(product.flops for product in products_of_case(case_of(variant, scope)))
 
 
 # multiply-adds of each formula, by hand
@@ -48,16 +44,17 @@ LSH = N * D * ROUNDS * BUCKETS // 2 + ROUNDS * (N // CHUNK) * 2 * CHUNK * 2 * CH
     ],
 )
 def test_products_have_the_flops_of_the_formula(model: str, multiply_adds: int) -> None:
-    assert flops_of(model) == 2 * multiply_adds
+    assert case_of(model).flops == 2 * multiply_adds
 
 
 def test_layers_and_encoders_add_their_projections() -> None:
-    core = flops_of("softmax")
+    core = case_of("softmax").flops
     layer = core + 2 * 4 * TOKENS * DIM * DIM
-    assert flops_of("softmax", "attention") == layer
-    assert flops_of("softmax", "encoder") == 2 * (layer + 2 * 2 * TOKENS * DIM * 4 * DIM)
+    assert case_of("softmax", "attention").flops == layer
+    assert case_of("softmax", "encoder").flops == 2 * (layer + 2 * 2 * TOKENS * DIM * 4 * DIM)
     # queries and keys are one
-    assert flops_of("lsh:chunk_length=16", "attention") - flops_of("lsh:chunk_length=16") == 2 * 3 * TOKENS * DIM * DIM
+    core, layer = (case_of("lsh:chunk_length=16", scope).flops for scope in ("core", "attention"))
+    assert layer - core == 2 * 3 * TOKENS * DIM * DIM
 
 
 @pytest.mark.parametrize("product", [Product(8, 64, 16, 64), Product(3, 1000, 64, 1000), Product(1, 7, 5, 3)])
@@ -76,7 +73,7 @@ def test_the_floor_runs_on_any_shape() -> None:
 
     for variant in ("softmax", "aft-simple", "lsh:chunk_length=16"):
         case = case_of(variant, "attention")
-        run_products(products_of_case(case))()
+        run_products(case.products)()
     case = case_of("softmax")
     assert traffic_bytes(case) == 4 * 4 * math.prod((BATCH, HEADS, N, D))
     run_pass(traffic_bytes(case))()

@@ -18,7 +18,7 @@ from effexport.artifact import Artifact
 from effexport.base.errors import UserError
 from effexport.base.files import json_text
 from effexport.bench.advice import AdvicePlan, Limits, judged_from_files, quality_of_cases
-from effexport.bench.grid import BenchRow, Grid, models_from_text, spec_from_case
+from effexport.bench.grid import BenchRow, Grid, models_from_text
 from effexport.bench.recommendation import Advice, advice_from_results, json_of_advice
 from effexport.render.svg import ticks_around
 from effexport.tasks.figures import Estimate, Evaluation, Objective
@@ -45,7 +45,7 @@ def plan_of(variants: str = VARIANTS, runtimes: tuple[str, ...] = ("ort",), **li
 
 def result_of(plan: AdvicePlan, label: str, width: float | None = 0.01, **fields: Any) -> Evaluation:
     """A made-up `effexport evaluate` result of a candidate. width: half of the confidence interval."""
-    spec = spec_from_case(next(case for case in plan.cases if case.label == label))
+    spec = next(case for case in plan.cases if case.label == label).spec
     bits = FIGURES[label][1]
     estimates = (
         Estimate("bits per byte", bits, *(() if width is None else (bits - width, bits + width))),
@@ -178,7 +178,7 @@ def test_a_result_counts_for_all_runtimes_but_those_that_have_one_of_their_own(t
 def test_results_of_other_answers_or_of_models_that_are_not_timed_are_refused(tmp_path: Path) -> None:
     plan = plan_of("linear,lsh:num_hashes=4")
     linear, lsh = result_of(plan, "linear"), result_of(plan, "lsh, 4 rounds")
-    spec = spec_from_case(plan.cases[0])
+    spec = plan.cases[0].spec
     larger = replace(spec, model=replace(spec.model, layers=4, attention=replace(spec.attention, dim=64, seq_len=128)))
     wrong = {
         "cannot be compared: masked language model on held-out.txt": [lsh, replace(linear, data_sha256="6" * 64)],
