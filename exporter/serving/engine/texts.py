@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from effexport.runners.decode import Graph
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError
 from effexport.serving.engine.queue import Outputs, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import ANSWER, CONTEXT, TEXT, named_by, objects
+from effexport.serving.engine.signature import ANSWER, CONTEXT, FINISH_REASON, TEXT, TEXT_OUTPUT, named_by, objects
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import DEFAULT_OPTIONS, TEXT_OPTIONS, PreparedText, Task, TextOptions, joined_outputs
 from effexport.tasks.tasks import Embedding
@@ -154,6 +154,31 @@ class Stream:
         self._on_close = on_close
         self._client_gone = False
         self._changed = asyncio.Event()
+
+    async def answers(
+        self, *, in_pieces: bool, check_client: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The fields of answers: one with the whole text, or one for each new part. The last says how the text ended.
+
+        check_client: called whenever there is more text; it may raise ClientGoneError. Raises as `pieces`.
+        """
+        pieces: list[Piece] = []
+        reason = None
+        while reason is None:
+            pieces += await self.pieces()
+            check_client()
+            reason = pieces[-1].finish_reason
+            # the text of a token that ends inside a character comes with a later token
+            if reason is not None or (in_pieces and any(piece.text for piece in pieces)):
+                answer: dict[str, Any] = {
+                    TEXT_OUTPUT: "".join(piece.text for piece in pieces),
+                    "tokens": [piece.token for piece in pieces if piece.finish_reason != "eos"],
+                }
+                if reason is not None:
+                    prompt_tokens, seed = len(self.session.prompt), self.session.seed
+                    answer |= {FINISH_REASON: reason, "prompt_tokens": prompt_tokens, "seed": seed}
+                yield answer
+                pieces = []
 
     async def pieces(self) -> list[Piece]:
         """The next pieces, at least one; not called after the last.

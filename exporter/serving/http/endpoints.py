@@ -24,7 +24,6 @@ from effexport.serving.engine.metrics import exposition
 from effexport.serving.engine.queue import Gone, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import TEXT_INPUT, generation_request, text_of
-from effexport.serving.engine.texts import Stream
 from effexport.serving.http.bodies import (
     InferRequest,
     answer_from_outputs,
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from effexport.base.dtypes import Array
     from effexport.serving.http.models import ServedModel
     from effexport.tasks.sampling import Sampling
-    from effexport.tasks.text_generator import Piece
 
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")
@@ -184,59 +182,36 @@ EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 async def generate(service: Service, request: Request) -> Response:
     """Answer with a whole text."""
     with ExitStack() as stack:
-        text = await begun_text(service, request, stack, streaming=False)
-        pieces = await text.stream.pieces()
-        while pieces[-1].finish_reason is None:
-            pieces += await text.stream.pieces()
-        return json_response(text.answer(pieces))
+        answers = await begun_text(service, request, stack, in_pieces=False)
+        return json_response(await anext(answers))
 
 
 async def generate_stream(service: Service, request: Request) -> Response:
     """Answer with a text as server-sent events."""
     with ExitStack() as stack:
-        text = await begun_text(service, request, stack, streaming=True)
-        # what fails before the first token is answered with a status
-        first = await text.stream.pieces()
-        return EventStream(text, first, stack.pop_all())
+        answers = await begun_text(service, request, stack, in_pieces=True)
+        # what fails before the first text is answered with a status
+        return EventStream(await anext(answers), answers, stack.pop_all())
 
 
-async def begun_text(service: Service, request: Request, stack: ExitStack, *, streaming: bool) -> Text:
-    """Begin the text that a request asks for. The model stays in use until the stack is closed."""
+async def begun_text(
+    service: Service, request: Request, stack: ExitStack, *, in_pieces: bool
+) -> AsyncIterator[dict[str, Any]]:
+    """Begin the text that a request asks for. Returns its answers; the model stays in use until the stack is closed."""
     model = stack.enter_context(service.using(request))
     # before the body is read, so that an overloaded server refuses at once
     model.generations.refuse_if_full()
     async with service.body_of(request) as body:
-        read = partial(generate_request, body, streaming=streaming)
+        read = partial(generate_request, body, streaming=in_pieces)
         text, sampling, identifier = await service.parsed(len(body), read)
     stream = await model.generations.submit(text, sampling)
     stack.callback(stream.close)
     gone = stack.enter_context(watched(request.receive))
     gone.add_done_callback(lambda _: stream.client_gone())
-    return Text(model, stream, identifier)
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text that a client waits for. id: of its request."""
-
-    model: ServedModel
-    stream: Stream
-    id: str | None = None
-
-    def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The answer with pieces of the text: all of them, or those of one event. The last says how it ended."""
-        answer: dict[str, Any] = {
-            "model_name": self.model.name,
-            "model_version": self.model.version,
-            "text_output": "".join(piece.text for piece in pieces),
-            "tokens": [piece.token for piece in pieces if piece.finish_reason != "eos"],
-        }
-        if self.id is not None:
-            answer["id"] = self.id
-        if (reason := pieces[-1].finish_reason) is not None:
-            session = self.stream.session
-            answer |= {"finish_reason": reason, "prompt_tokens": len(session.prompt), "seed": session.seed}
-        return answer
+    fields = {"model_name": model.name, "model_version": model.version}
+    if identifier is not None:
+        fields["id"] = identifier
+    return ({**fields, **answer} async for answer in stream.answers(in_pieces=in_pieces))
 
 
 class EventStream(StreamingResponse):
@@ -244,8 +219,8 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, text: Text, first: list[Piece], until_end: ExitStack) -> None:
-        super().__init__(events_of(text, first), headers=EVENT_HEADERS)
+    def __init__(self, first: Mapping[str, Any], others: AsyncIterator[dict[str, Any]], until_end: ExitStack) -> None:
+        super().__init__(events_of(first, others), headers=EVENT_HEADERS)
         self._until_end = until_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -253,17 +228,12 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def events_of(text: Text, pieces: list[Piece]) -> AsyncIterator[bytes]:
-    """Server-sent events with all pieces of a text, and an error that ends it early."""
+async def events_of(first: Mapping[str, Any], others: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Server-sent events with all answers to a text, and an error that ends it early."""
+    yield event(first)
     try:
-        while True:
-            # the text of a token that ends inside a character comes with a later token
-            if pieces[-1].finish_reason is not None or any(piece.text for piece in pieces):
-                yield event(text.answer(pieces))
-                if pieces[-1].finish_reason is not None:
-                    return
-                pieces = []
-            pieces = [*pieces, *await text.stream.pieces()]
+        async for answer in others:
+            yield event(answer)
     except RequestError as error:
         yield event({"error": str(error)})
 

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +35,16 @@ from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
 from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
+    FINISH_REASON,
     GENERATION,
     REQUEST_ID,
     TEXT,
     TEXT_INPUT,
     generation_request,
+    objects,
     texts_of_inputs,
 )
-from effexport.serving.engine.texts import Generations, Stream, Texts
+from effexport.serving.engine.texts import Generations, Texts
 from effexport.tasks.sampling import ALIASES, Sampling
 from effexport.tasks.task import Task, TextOptions, options_from_parameters
 from effexport.tasks.tasks import tasks_from_artifact
@@ -49,9 +52,11 @@ from effexport.tasks.text_generator import TextGenerator, generator_from_artifac
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
-    from effexport.tasks.text_generator import FinishReason, Session
+    from effexport.tasks.text_generator import Session
 
 ARTIFACT = "artifact"
+# The outputs of a generated text.
+GENERATED = {tensor.name for tensor in GENERATION.outputs}
 # Texts of a request whose outputs are in memory until they are answered.
 TEXTS_AT_ONCE = 256
 # Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.
@@ -217,24 +222,26 @@ class Reply:
     def __init__(self, backend: Any, sender: Any) -> None:
         self._backend = backend
         self._sender = sender
+        self._next_check = 0.0
 
-    def send(self, text: str, session: Session, finish_reason: FinishReason | None) -> None:
-        """Send more text of a session; with a reason, the last."""
-        values: list[Any] = [text.encode()]
-        if finish_reason is not None:
-            values += [finish_reason.encode(), len(session.prompt), session.seed]
+    def send(self, answer: Mapping[str, Any]) -> None:
+        """Send an answer with more text, or the last, which has a reason."""
         tensors = [
-            self._backend.Tensor(output.name, np.array([value], object if isinstance(value, bytes) else np.int64))
-            for output, value in zip(GENERATION.outputs, values, strict=False)
+            self._backend.Tensor(name, objects([value.encode()]) if isinstance(value, str) else np.array([value]))
+            for name, value in answer.items()
+            if name in GENERATED
         ]
-        self._send(self._backend.InferenceResponse(tensors), last=finish_reason is not None)
+        self._send(self._backend.InferenceResponse(tensors), last=FINISH_REASON in answer)
 
     def fail(self, error: Exception) -> None:
         """Send an error in place of more text."""
         self._send(error_response(self._backend, error), last=True)
 
     def is_cancelled(self) -> bool:
-        """True if the client has gone."""
+        """True if the client has gone. The server is not asked each time."""
+        if time.monotonic() < self._next_check:
+            return False
+        self._next_check = time.monotonic() + CANCEL_CHECK_SECONDS
         return bool(self._sender.is_cancelled())
 
     def _send(self, response: Any, *, last: bool) -> None:
@@ -281,29 +288,20 @@ class GenerationInstance(Closeable):
         try:
             stream = await self._generations.submit(prompt, sampling)
             with contextlib.closing(stream):
-                await self._send_pieces(stream, in_pieces, reply)
+                check = partial(self._check_client, reply, stream.session)
+                async for answer in stream.answers(in_pieces=in_pieces, check_client=check):
+                    reply.send(answer)
         except Exception as error:
             # also what `send` raises for a connection that has gone, which the server does not say: nobody gets that
             with contextlib.suppress(Exception):
                 reply.fail(error)
 
-    async def _send_pieces(self, stream: Stream, in_pieces: bool, reply: Reply) -> None:
-        """Raises ClientGoneError if the server says so, and as `Stream.pieces`."""
-        text, next_check, reason = "", 0.0, None
-        while reason is None:
-            pieces = await stream.pieces()
-            if time.monotonic() >= next_check:
-                if reply.is_cancelled():
-                    session = stream.session
-                    message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
-                    self._backend.Logger.log_info(message)
-                    raise ClientGoneError(message)
-                next_check = time.monotonic() + CANCEL_CHECK_SECONDS
-            text += "".join(piece.text for piece in pieces)
-            reason = pieces[-1].finish_reason
-            if reason is not None or (in_pieces and text):
-                reply.send(text, stream.session, reason)
-                text = ""
+    def _check_client(self, reply: Reply, session: Session) -> None:
+        """Raises ClientGoneError if the server says so."""
+        if reply.is_cancelled():
+            message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
+            self._backend.Logger.log_info(message)
+            raise ClientGoneError(message)
 
     def close(self) -> None:
         self._generations.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,13 +35,13 @@ class KeptReply:
         self.cancelled = False
         self.done = threading.Event()
 
-    def send(self, text: str, session: Any, finish_reason: str | None) -> None:
+    def send(self, answer: Mapping[str, Any]) -> None:
         if self.broken:
             self.done.set()
             raise OSError("planted: the connection is closed")
         assert not self.done.is_set(), "nothing may follow the last part"
-        self.parts.append((text, finish_reason))
-        if finish_reason is not None:
+        self.parts.append((answer["text_output"], answer.get("finish_reason")))
+        if "finish_reason" in answer:
             self.done.set()
 
     def fail(self, error: EffexportError | ClientGoneError) -> None:
