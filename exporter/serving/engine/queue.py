@@ -54,6 +54,34 @@ class Padding:
         """Tokens of a request; 0 if no input has an axis of tokens. feeds: all inputs of the model."""
         return next((int(feeds[name].shape[axis]) for name, axis in self.inputs.items()), 0)
 
+    def key_of(self, feeds: Mapping[str, Array]) -> Key:
+        """Equal for requests that differ only in their number of rows and in what is padded.
+
+        feeds: all inputs of the model.
+        """
+        free = {name: (0, self.inputs.get(name)) for name in feeds}
+        return tuple(
+            tuple(size for axis, size in enumerate(feeds[name].shape) if axis not in free[name])
+            for name in sorted(feeds)
+        )
+
+    def joined(self, feeds: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        """The feeds of several requests as one batch, of the length of the longest. A padded attention mask is 0."""
+        return {name: joined_rows([one[name] for one in feeds], self.values.get(name, 0)) for name in feeds[0]}
+
+    def split(self, outputs: Mapping[str, Array], feeds: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+        """The outputs of each request, as views. feeds: of the requests that were joined."""
+        parts: list[Mapping[str, Array]] = []
+        start = 0
+        for one in feeds:
+            rows, length = slice(start, start := start + rows_of(one)), slice(self.length_of(one))
+            part = {}
+            for name, array in outputs.items():
+                axis = self.outputs.get(name)
+                part[name] = array[rows] if axis is None else array[(rows, *[slice(None)] * (axis - 1), length)]
+            parts.append(part)
+        return parts
+
 
 # For requests that only run together if they have the same length.
 NO_PADDING = Padding({}, {}, {})
@@ -63,44 +91,6 @@ def rows_of(feeds: Mapping[str, Array]) -> int:
     """Rows of a request: those of its first input, which has a batch axis wherever requests are joined."""
     first = next(iter(feeds.values()))
     return len(first) if first.ndim else 1
-
-
-def joining_key(feeds: Mapping[str, Array], padding: Padding = NO_PADDING) -> Key:
-    """Equal for requests that differ only in their number of rows and in what `padding` pads.
-
-    feeds: all inputs of the model.
-    """
-
-    def sizes(name: str) -> tuple[int, ...]:
-        free = (0, padding.inputs.get(name))
-        return tuple(size for axis, size in enumerate(feeds[name].shape) if axis not in free)
-
-    return tuple(sizes(name) for name in sorted(feeds))
-
-
-def joined_feeds(feeds: Sequence[Mapping[str, Array]], padding: Padding = NO_PADDING) -> Mapping[str, Array]:
-    """The feeds of several requests as one batch, of the length of the longest. A padded attention mask is 0."""
-    if len(feeds) == 1:
-        return feeds[0]
-    return {name: joined_rows([one[name] for one in feeds], padding.values.get(name, 0)) for name in feeds[0]}
-
-
-def split_outputs(
-    outputs: Mapping[str, Array], feeds: Sequence[Mapping[str, Array]], padding: Padding = NO_PADDING
-) -> list[Mapping[str, Array]]:
-    """The outputs of each request, as views. feeds: of the requests that were joined."""
-    if len(feeds) == 1:
-        return [outputs]
-    parts: list[Mapping[str, Array]] = []
-    start = 0
-    for one in feeds:
-        rows, length = slice(start, start := start + rows_of(one)), slice(padding.length_of(one))
-        part = {}
-        for name, array in outputs.items():
-            axis = padding.outputs.get(name)
-            part[name] = array[rows] if axis is None else array[(rows, *[slice(None)] * (axis - 1), length)]
-        parts.append(part)
-    return parts
 
 
 def padding_share(rows: Sequence[int], lengths: Sequence[int]) -> float:
@@ -132,7 +122,7 @@ class Job:
         self.feeds = feeds
         self.rows = rows_of(feeds)
         self.length = padding.length_of(feeds)
-        self.key = joining_key(feeds, padding)
+        self.key = padding.key_of(feeds)
         self.enqueued = time.perf_counter()
         self.answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
 
@@ -260,7 +250,14 @@ class Batcher(Queue[Job]):
     def _work(self) -> None:
         while batch := self._take():
             started = time.perf_counter()
-            deliver(batch, self._outcomes(batch))
+            for job in batch:
+                job.started = True
+                self._metrics.queue_s.observe(started - job.enqueued)
+            outcomes = run_together(self._timed, batch, self._padding)
+            # In one call: for each, the threads would take turns, which costs as much again as all the rest of a small
+            # request. If the loop has ended, nobody waits for them.
+            with contextlib.suppress(RuntimeError):
+                batch[0].answer.get_loop().call_soon_threadsafe(settle, batch, outcomes)
             seconds = (time.perf_counter() - started) / len(batch)
             with self._changed:
                 self._busy_s += 0.2 * (seconds - self._busy_s)
@@ -302,14 +299,6 @@ class Batcher(Queue[Job]):
         tokens = self.settings.max_run_tokens
         return rows <= self.settings.max_batch and (tokens is None or rows * length <= tokens)
 
-    def _outcomes(self, batch: Sequence[Job]) -> list[Outcome]:
-        """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
-        started = time.perf_counter()
-        for job in batch:
-            job.started = True
-            self._metrics.queue_s.observe(started - job.enqueued)
-        return run_together(self._timed, batch, self._padding)
-
     def _timed(self, feeds: Mapping[str, Array]) -> Outputs:
         started = time.perf_counter()
         outputs = self._run(feeds)
@@ -329,7 +318,7 @@ def run_together(run: Run, batch: Sequence[Job], padding: Padding = NO_PADDING) 
     """The outputs of requests that run as one batch. If it fails, they run one by one, and some get their error."""
     feeds = [one.feeds for one in batch]
     try:
-        return list(split_outputs(run(joined_feeds(feeds, padding)), feeds, padding))
+        return [run(feeds[0])] if len(batch) == 1 else [*padding.split(run(padding.joined(feeds)), feeds)]
     except Exception as error:  # the thread must survive anything that a runtime raises
         if len(batch) == 1:
             return [expected_error(error)]
@@ -348,14 +337,6 @@ def expected_error(error: Exception) -> EffexportError:
     return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
 
 
-def deliver(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
-    """Hand outcomes to the event loop in one call: for each, the threads would take turns, which costs as much again
-    as all the rest of a small request. If the loop has ended, nobody waits for them."""
-
-    with contextlib.suppress(RuntimeError):
-        jobs[0].answer.get_loop().call_soon_threadsafe(settle, jobs, outcomes)
-
-
 def settle(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
     """Answer those that somebody still waits for; called by the event loop."""
     for job, outcome in zip(jobs, outcomes, strict=True):
@@ -367,9 +348,9 @@ def settle(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
             job.answer.set_result(outcome)
 
 
-async def aside(size: int, call: Callable[[], Result]) -> Result:
-    """The result of a call that reads or writes so many bytes, in another thread if they are many."""
-    return await asyncio.to_thread(call) if size > THREAD_BYTES else call()
+async def aside(size: int, call: Callable[[], Result], most: int = THREAD_BYTES) -> Result:
+    """The result of a call that reads or writes so many bytes, in another thread if they are more than `most`."""
+    return await asyncio.to_thread(call) if size > most else call()
 
 
 class TextMemory:

@@ -103,8 +103,7 @@ class Texts:
         async def one(index: int) -> dict[str, Any]:
             with named_by(index, len(texts)):
                 async with places, waiting.memory.holding(sizes[index], waiting.timeout_s):
-                    prepare = partial(task.prepare, *texts[index])
-                    prepared = await asyncio.to_thread(prepare) if sizes[index] > THREAD_CHARACTERS else prepare()
+                    prepared = await aside(sizes[index], partial(task.prepare, *texts[index]), THREAD_CHARACTERS)
                     return await self._answer(task, prepared, wanted, waiting)
 
         # texts of similar length follow each other, so that more of them share a run
@@ -264,18 +263,14 @@ class Generations(Queue[Stream]):
         place = object()
         self._places.add(place)
         try:
-            session = await self._session(prompt, sampling)
+            begin = partial(self._generator.session, prompt, sampling)
+            session = await aside(len(prompt), begin, THREAD_CHARACTERS)
             stream = Stream(session, self._timeout_s, lambda: self._places.discard(place))
             self.add(stream)
         except BaseException:
             self._places.discard(place)
             raise
         return stream
-
-    async def _session(self, prompt: str, sampling: Sampling) -> Session:
-        if len(prompt) > THREAD_CHARACTERS:
-            return await asyncio.to_thread(self._generator.session, prompt, sampling)
-        return self._generator.session(prompt, sampling)
 
     def close(self) -> None:
         """Finish the accepted texts or drop them, then stop and close the generator."""

@@ -23,9 +23,7 @@ from effexport.serving.engine.queue import (
     Job,
     Padding,
     TextMemory,
-    joined_feeds,
     padding_share,
-    split_outputs,
     why_not_joined,
 )
 from effexport.serving.engine.settings import ServingSettings
@@ -296,7 +294,7 @@ def test_closing_runs_what_was_accepted_and_accepts_nothing_more(
 
 def test_what_is_joined_comes_apart_again() -> None:
     feeds = [{"a": np.full((rows, 2), rows), "b": np.full((rows, 3), -rows)} for rows in (1, 3, 2)]
-    parts = split_outputs(joined_feeds(feeds), feeds)
+    parts = NO_PADDING.split(NO_PADDING.joined(feeds), feeds)
     for given, part in zip(feeds, parts, strict=True):
         assert all(np.array_equal(given[name], part[name]) for name in given)
 
