@@ -16,8 +16,9 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.records import record_from_values
 from effexport.base.spec import is_optional
+from effexport.runners.runner import tensors_text
 from effexport.serving.engine.signature import BINARY_ONLY, example_shape, protocol_type, tensors_of
-from effexport.serving.triton.config import Backend, choose_backends, render
+from effexport.serving.triton.config import Backend, choose_backends, render, warm_up_file
 from effexport.serving.triton.repository import (
     CONFIG,
     RECORD,
@@ -38,7 +39,6 @@ from effexport.serving.triton.spec import (
     DEFAULT_IMAGE_TAG,
     IMAGE_TAG,
     LARGEST_VERSION,
-    PackageName,
     PackageSpec,
 )
 
@@ -63,7 +63,8 @@ def model_change(repository: Path, name: str, backend: Backend, *, replace_confi
         check_same_model(folder, old, record)
     files: dict[str, bytes] = {}
     if version == max((*versions, version)):
-        files = {f"warmup/{w.files[key]}": w.inputs[key].tobytes() for w in backend.warm_ups for key in w.inputs}
+        inputs = [item for one in backend.warm_ups for item in one.items()]
+        files = {f"warmup/{warm_up_file(value, key)}": value.tobytes() for key, value in inputs}
         files[CONFIG] = text
         check_unedited(folder, old, text, replace_config=replace_config)
     elif old is not None:
@@ -120,13 +121,9 @@ def model_record(backend: Backend, name: str, version: int, text: bytes, old: Mo
         implementation=implementation_of(backend, manifest.custom_ops),
         example=dict(backend.example),
     )
-    packages: dict[PackageName, str] = {}
-    for package in backend.packages:
-        # those that a build does not record are those of this packaging
-        recorded = package in manifest.environment
-        release = manifest.environment[package] if recorded else importlib.metadata.version(package)
-        if release:
-            packages[package] = release
+    # those that a build does not record are those of this packaging
+    recorded = manifest.environment
+    releases = {one: recorded[one] if one in recorded else importlib.metadata.version(one) for one in backend.packages}
     record = ModelRecord(
         name=name,
         group=name if backend.generates else spec.name,
@@ -142,7 +139,7 @@ def model_record(backend: Backend, name: str, version: int, text: bytes, old: Mo
         tensorrt_version=backend.engine.tensorrt_version if backend.engine else None,
         server_path=spec.server_path,
         config_sha256=config_digest(text),
-        packages=packages,
+        packages={package: release for package, release in releases.items() if release},
         versions={**(old.versions if old else {}), str(version): origin},
     )
     # what comes from the artifact goes into a Dockerfile
@@ -167,18 +164,14 @@ def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
         before, now = tensors_of(getattr(old, kind)), tensors_of(getattr(new, kind))
         if before != now:
             raise UserError(
-                f"{folder} has the {kind} {described(before)}, and this artifact has {described(now)}; versions of one "
-                "model share a configuration: choose another name with --name"
+                f"{folder} has the {kind} {tensors_text(before)}, and this artifact has {tensors_text(now)}; versions "
+                "of one model share a configuration: choose another name with --name"
             )
     if bool(old.reason) != bool(new.reason):
         raise UserError(
             f"requests to {folder} are {'not ' if old.reason else ''}batched, but requests to this artifact "
             f"{'must not be' if new.reason else 'can be'}: {old.reason or new.reason}; choose another name with --name"
         )
-
-
-def described(tensors: Sequence[TensorInfo]) -> str:
-    return ", ".join(map(str, tensors))
 
 
 def check_unedited(folder: Path, old: ModelRecord | None, text: bytes, *, replace_config: bool) -> None:
