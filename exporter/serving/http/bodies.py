@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -110,8 +109,13 @@ def input_from_fields(
     if size is None:
         flat = flat_elements(value["data"], tensor.name, shape)
         array = objects(flat) if is_text else array_from_json(flat, tensor, shape)
+    elif type(size) is not int or not 0 <= size <= len(left):
+        raise RequestError(
+            f"{owner} has binary_data_size {shown(size)}; the body has {len(left)} bytes left: send "
+            "Inference-Header-Content-Length, and all of the data after the JSON"
+        )
     else:
-        array = (strings_from_binary if is_text else array_from_binary)(tensor, shape, left, size)
+        array = (strings_from_binary if is_text else array_from_binary)(tensor, shape, left[:size])
     # NaN and infinity, to which no model has an answer; JSON has them as too large numbers
     if array.dtype.kind in "fV" and not np.isfinite(array).all():
         raise RequestError(
@@ -273,21 +277,16 @@ def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
     return level
 
 
-def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryview, size: Any) -> Array:
+def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryview) -> Array:
     """The input as a view of the body, or as a copy if its bytes are not aligned to the element size."""
     dtype = numpy_dtype(tensor.dtype)
     expected = math.prod(shape) * dtype.itemsize
-    if type(size) is not int or size != expected:
+    if len(data) != expected:
         raise RequestError(
-            f"input {tensor.name!r} has binary_data_size {shown(size)}; expected {expected}, the bytes of "
+            f"input {tensor.name!r} has binary_data_size {len(data)}; expected {expected}, the bytes of "
             f"{tensor.dtype} {list(shape)}"
         )
-    if size > len(data):
-        raise RequestError(
-            f"input {tensor.name!r} needs {size} bytes of binary data; the body has {len(data)} left: "
-            "send Inference-Header-Content-Length, and all of the data after the JSON"
-        )
-    raw = np.frombuffer(data, np.uint8, size)
+    raw = np.frombuffer(data, np.uint8)
     if tensor.dtype == "bool" and raw.max() > 1:
         raise RequestError(f"binary data of input {tensor.name!r} holds {raw.max()}; expected 0 and 1 for BOOL")
     array: Array = np.require(raw.view(dtype), requirements="A").reshape(shape)
@@ -304,25 +303,22 @@ def shape_of_texts(tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def strings_from_binary(tensor: TensorInfo, shape: tuple[int, ...], left: memoryview, size: Any) -> Array:
+def strings_from_binary(tensor: TensorInfo, shape: tuple[int, ...], view: memoryview) -> Array:
     """Strings in UTF-8, each after its size in four bytes, little-endian."""
-    name, count = tensor.name, shape[0]
-    if type(size) is not int or not 0 <= size <= len(left):
-        raise RequestError(f"input {name!r} has binary_data_size {shown(size)}; the body has {len(left)} bytes left")
-    data = bytes(left[:size])
+    name, count, data = tensor.name, shape[0], bytes(view)
     texts: list[bytes] = []
-    offset = 0
+    end = 0
     for index in range(count):
-        (length,) = struct.unpack_from("<I", data, offset) if offset + 4 <= len(data) else (len(data),)
-        offset += 4 + length
-        if offset > len(data):
+        start = end + 4
+        end = start + int.from_bytes(data[end:start], "little")
+        if end > len(data):
             raise RequestError(
                 f"binary data of input {name!r} ends within element {index}; expected {count} strings, each after its "
                 "size in four bytes, little-endian"
             )
-        texts.append(data[offset - length : offset])
-    if offset != len(data):
-        raise RequestError(f"binary data of input {name!r} has {len(data) - offset} bytes after its {count} strings")
+        texts.append(data[start:end])
+    if end != len(data):
+        raise RequestError(f"binary data of input {name!r} has {len(data) - end} bytes after its {count} strings")
     return objects(texts)
 
 

@@ -46,34 +46,6 @@ ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 PIECE_BYTES = 4 << 20
 
 
-class ByteBudget:
-    """A counter of the bytes of all request bodies in memory, with a limit. Only the event loop uses it."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-
-    @contextmanager
-    def account(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts bytes; they are given back at the end of the block. Raises RequestError."""
-        taken = 0
-
-        def take(size: int) -> None:
-            nonlocal taken
-            if self.used + size > self.limit:
-                raise RequestError(
-                    f"the server already holds {self.used} of at most {self.limit} bytes of requests; try again later",
-                    NO_MEMORY,
-                )
-            self.used += size
-            taken += size
-
-        try:
-            yield take
-        finally:
-            self.used -= taken
-
-
 async def read_body(request: Request, max_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
     """The decompressed body. take: counts the bytes that are kept.
 
@@ -224,7 +196,7 @@ class Service:
 
     draining: the server is stopping, so it is not ready.
     is_crowded: whether too many connections are open; then only health probes are answered.
-    budget: for the bodies of the requests to all models. text_memory: for the tokens of their texts.
+    body_bytes: of the bodies of all requests in memory. text_memory: for the tokens of their texts.
     metrics: of requests that no model answers.
     """
 
@@ -233,7 +205,7 @@ class Service:
         self.settings = models.settings
         self.draining = False
         self.is_crowded: Callable[[], bool] = lambda: False
-        self.budget = ByteBudget(self.settings.max_bytes_in_memory)
+        self.body_bytes = 0
         self.text_memory = TextMemory(TEXT_CHARACTERS_IN_MEMORY)
         self.metrics = RequestMetrics("")
         self._parsing = asyncio.Lock()
@@ -256,9 +228,26 @@ class Service:
 
     @asynccontextmanager
     async def body_of(self, request: Request) -> AsyncIterator[bytes]:
-        """The body of a request, which counts as memory in use during the block. Raises as `read_body`."""
-        with self.budget.account() as take:
+        """The body of a request, which counts as memory in use during the block.
+
+        Raises as `read_body`, and RequestError if the bodies of all requests have too many bytes.
+        """
+        taken, limit = 0, self.settings.max_bytes_in_memory
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if self.body_bytes + size > limit:
+                raise RequestError(
+                    f"the server already holds {self.body_bytes} of at most {limit} bytes of requests; try again later",
+                    NO_MEMORY,
+                )
+            self.body_bytes += size
+            taken += size
+
+        try:
             yield await read_body(request, self.settings.max_request_bytes, self.settings.timeout_s, take)
+        finally:
+            self.body_bytes -= taken
 
     async def parsed(self, size: int, read: Callable[[], Result]) -> Result:
         """The result of `read`, which reads JSON of `size` bytes. Raises as `read`.

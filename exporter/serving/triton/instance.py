@@ -63,7 +63,9 @@ TEXTS_AT_ONCE = 256
 CANCEL_CHECK_SECONDS = 0.05
 
 
-def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend: Any) -> Instance:
+def instance_from_arguments(
+    folder: Path, arguments: Mapping[str, str], backend: Any
+) -> ModelInstance | GenerationInstance:
     """The instance of a model. folder: of the model's version. arguments: as Triton gives them to `initialize`.
 
     backend: the module triton_python_backend_utils.
@@ -308,6 +310,3 @@ class GenerationInstance(Closeable):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._sending.join()
         self._runner.close()
-
-
-Instance = ModelInstance | GenerationInstance

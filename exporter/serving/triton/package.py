@@ -43,6 +43,8 @@ from effexport.serving.triton.spec import (
 )
 
 EXAMPLE_LENGTH = 8
+# Of a version.
+NUMBER = re.compile("[1-9][0-9]*")
 
 
 def model_change(repository: Path, name: str, backend: Backend, *, replace_config: bool) -> ModelChange:
@@ -79,13 +81,7 @@ def model_change(repository: Path, name: str, backend: Backend, *, replace_confi
 
 def numbered_folders(folder: Path) -> dict[int, Path]:
     """The versions of a model. As in Triton, names with leading zeros do not count."""
-    if not folder.is_dir():
-        return {}
-    return {
-        int(path.name): path
-        for path in folder.iterdir()
-        if path.is_dir() and path.name.isascii() and path.name.isdecimal() and not path.name.startswith("0")
-    }
+    return {int(path.name): path for path in folder.glob("*") if path.is_dir() and NUMBER.fullmatch(path.name)}
 
 
 def version_of(content: Content, versions: Mapping[int, Path], wanted: int | None, name: str) -> int:
@@ -254,14 +250,12 @@ def check_repository(repository: Path, artifact: Artifact) -> None:
 
 def records_of(repository: Path) -> dict[str, ModelRecord]:
     """The models of a repository that effexport wrote, by name."""
-    folders = sorted(path for path in repository.iterdir() if path.is_dir())
-    return {folder.name: record for folder in folders if (record := read_record(folder)) is not None}
+    return {path.name: record for path in sorted(repository.iterdir()) if (record := read_record(path)) is not None}
 
 
 # First releases of the image, as (year, month), whose Python can run effexport, and whose ONNX Runtime loads kernels
 # that were compiled for 1.21.
-FIRST_IMAGE_WITH_PYTHON_311 = (24, 12)
-FIRST_IMAGE_WITH_ORT_121 = (25, 3)
+FIRST_IMAGES = {"python": (24, 12, "Python 3.11 or later"), "onnxruntime": (25, 3, "ONNX Runtime 1.21 or later")}
 
 
 def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
@@ -272,14 +266,10 @@ def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
     release = (int(found[1]), int(found[2]))
     for change in changes:
         backend, implementation = change.record.backend, change.record.versions[str(change.version)]["implementation"]
-        first, reason = (0, 0), ""
-        if backend == "python":
-            first, reason = FIRST_IMAGE_WITH_PYTHON_311, "Python 3.11 or later"
-        elif backend == "onnxruntime" and implementation == "kernel":
-            first, reason = FIRST_IMAGE_WITH_ORT_121, "ONNX Runtime 1.21 or later"
-        if release < first:
+        year, month, reason = FIRST_IMAGES.get(backend, (0, 0, ""))
+        if release < (year, month) and (backend == "python" or implementation == "kernel"):
             raise UserError(
-                f"image tag {tag}: {change.name} needs {reason}, which images have from {first[0]}.{first[1]:02} on; "
+                f"image tag {tag}: {change.name} needs {reason}, which images have from {year}.{month:02} on; "
                 "choose a later --image-tag"
             )
 
