@@ -13,19 +13,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from effexport.base.dtypes import joined_rows
+from effexport.base.dtypes import Array, joined_rows
 from effexport.base.errors import EffexportError
+from effexport.base.spec import BuildSpec
 from effexport.runners.runner import Closeable
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError, stopping
 from effexport.serving.engine.metrics import Metrics
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.base.spec import BuildSpec
-    from effexport.serving.engine.settings import ServingSettings
-
+from effexport.serving.engine.settings import ServingSettings
 
 Key = tuple[tuple[int, ...], ...]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from effexport.base.dtypes import DTYPES, TensorInfo
+from effexport.base.dtypes import DTYPES, Array, TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
 from effexport.models.validation import did_you_mean, shown
@@ -15,11 +15,6 @@ from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, MAX_TEXT_BYTES, MAX_TEXTS, ServingSettings
 from effexport.tasks.sampling import STREAM, Sampling, sampling_from_options
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from effexport.base.dtypes import Array
 
 # The protocol has no JSON for these: they travel as binary data only.
 BINARY_ONLY = ("FP16", "BF16")

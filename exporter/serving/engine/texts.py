@@ -12,27 +12,24 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from effexport.base.dtypes import Array
 from effexport.base.errors import UserError
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.runners.decode import Graph
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError
+from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Outputs, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import ANSWER, CONTEXT, FINISH_REASON, TEXT, TEXT_OUTPUT, named_by, objects
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import DEFAULT_OPTIONS, TEXT_OPTIONS, PreparedText, Task, TextOptions, joined_outputs
 from effexport.tasks.tasks import Embedding
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.serving.engine.metrics import Metrics
-    from effexport.tasks.text_generator import Piece, Session, TextGenerator
-
+from effexport.tasks.text_generator import Piece, Session, TextGenerator
 
 # Shorter texts and prompts are tokenised in less than a millisecond.
 THREAD_CHARACTERS = 2048

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
-from effexport.base.dtypes import DTYPES, numpy_dtype
+from effexport.base.dtypes import DTYPES, Array, TensorInfo, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import TOO_LARGE, RequestError
 from effexport.serving.engine.signature import (
@@ -25,10 +25,6 @@ from effexport.serving.engine.signature import (
     texts_of_inputs,
     unknown_name,
 )
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array, TensorInfo
-
 
 # Lists, objects and strings of a request, roughly. Nested tensors have a list for each row.
 MAX_JSON_PIECES = 1 << 21

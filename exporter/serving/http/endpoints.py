@@ -9,13 +9,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from effexport.base.dtypes import Array
 from effexport.base.errors import UserError
 from effexport.base.version import __version__
 from effexport.models.validation import shown
@@ -34,16 +36,10 @@ from effexport.serving.http.bodies import (
     parameters_of,
     parsed_object,
 )
+from effexport.serving.http.models import ServedModel
 from effexport.serving.http.service import ENCODINGS, Endpoint, Service, compressed, json_response, watched
+from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import TEXT_OPTIONS, options_from_parameters
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-    from effexport.base.dtypes import Array
-    from effexport.serving.http.models import ServedModel
-    from effexport.tasks.sampling import Sampling
-
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")
 # A parameter of Triton that has no effect here, because no model depends on another.

@@ -10,22 +10,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from effexport.artifact import DECODE_STEP, MANIFEST, MODEL, PREFILL, Artifact, open_artifact
-from effexport.base.dtypes import numpy_dtype
+from effexport.base.dtypes import Array, numpy_dtype
 from effexport.base.environment import usable_cores
 from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.base.formatting import listed, memory
 from effexport.base.machine import give_back_freed, status_bytes
-from effexport.base.runtimes import CPU, RUNTIMES, engine_name
+from effexport.base.runtimes import CPU, RUNTIMES, Runtime, engine_name
 from effexport.base.spec import MASK_NAME, is_optional
 from effexport.models.validation import shown
 from effexport.proof.check import Kind
 from effexport.runners.artifact_runner import decoder_from_artifact, runner_from_artifact
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import Runner
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Outputs, Padding, Waiting, why_not_joined
@@ -42,12 +43,6 @@ from effexport.signature import check_identity
 from effexport.tasks.task import TOKENS, Task, TextOptions
 from effexport.tasks.tasks import tasks_from_artifact
 from effexport.tasks.text_generator import TextGenerator, generator_from_artifact, why_not_generated
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.base.runtimes import Runtime
-    from effexport.runners.runner import Runner
-
 
 # The only version: an artifact is one version of a model.
 VERSION = "1"

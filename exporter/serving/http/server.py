@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import orjson
 import uvicorn
@@ -22,17 +22,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from effexport.base.errors import EffexportError, UserError
 from effexport.serving.engine.errors import BAD_HEAD, CROWDED, UNAUTHORIZED, Refusal, RequestError, refusal_of
 from effexport.serving.http.endpoints import ENDPOINTS, OPENAI, openai_error
+from effexport.serving.http.models import ModelRepository
 from effexport.serving.http.service import MAX_HEAD_BYTES, Service, json_response
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from effexport.serving.http.models import ModelRepository
 
 
 def create_app(models: ModelRepository) -> Starlette:

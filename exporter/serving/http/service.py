@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -33,10 +33,7 @@ from effexport.serving.engine.errors import (
 from effexport.serving.engine.metrics import RequestMetrics
 from effexport.serving.engine.queue import THREAD_BYTES, TextMemory
 from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
-
-if TYPE_CHECKING:
-    from effexport.serving.http.models import ModelRepository, ServedModel
-
+from effexport.serving.http.models import ModelRepository, ServedModel
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from effexport.artifact import MANIFEST, Artifact
+from effexport.base.dtypes import Array
 from effexport.base.errors import UserError
 from effexport.base.formatting import listed
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
@@ -49,8 +50,6 @@ from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
 
 if TYPE_CHECKING:
     import jinja2
-
-    from effexport.base.dtypes import Array
 
 
 @dataclass(frozen=True)

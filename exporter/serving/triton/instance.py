@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from effexport.artifact import open_artifact
+from effexport.base.dtypes import Array
 from effexport.base.errors import EffexportError
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.base.version import __version__
@@ -48,11 +49,7 @@ from effexport.serving.engine.texts import Generations, Texts
 from effexport.tasks.sampling import ALIASES, Sampling
 from effexport.tasks.task import Task, TextOptions, options_from_parameters
 from effexport.tasks.tasks import tasks_from_artifact
-from effexport.tasks.text_generator import TextGenerator, generator_from_artifact
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.tasks.text_generator import Session
+from effexport.tasks.text_generator import Session, TextGenerator, generator_from_artifact
 
 ARTIFACT = "artifact"
 # The outputs of a generated text.
