@@ -201,6 +201,7 @@ class Batcher(Queue[Job]):
         self._metrics = metrics
         self._joins = joins
         self._padding = padding
+        metrics.add_queue()
         self._busy_s = 0.01  # duration of recent runs, for Retry-After
         metrics.queue_depth.set_function(lambda: len(self._waiting))
         super().__init__("effexport-runner", *[self._work] * (settings.concurrent_runs or 1))
@@ -316,21 +317,16 @@ def run_together(run: Run, batch: Sequence[Job], padding: Padding = NO_PADDING) 
     try:
         return [run(feeds[0])] if len(batch) == 1 else [*padding.split(run(padding.joined(feeds)), feeds)]
     except Exception as error:  # the thread must survive anything that a runtime raises
-        if len(batch) == 1:
-            return [expected_error(error)]
-    return [outcome for one in batch for outcome in run_together(run, [one], padding)]
+        if len(batch) > 1:
+            return [outcome for one in batch for outcome in run_together(run, [one], padding)]
+        if isinstance(error, EffexportError):
+            return [error]
+        logger.error("a run failed unexpectedly", exc_info=error)
+        return [RequestError("the run failed unexpectedly; the log of the server says why", FAILED)]
 
 
 def waited_too_long() -> RequestError:
     return RequestError("the request waited too long for the runner; try again later", WAITED_TOO_LONG)
-
-
-def expected_error(error: Exception) -> EffexportError:
-    """The error of a run for its client; an unexpected one is logged instead."""
-    if isinstance(error, EffexportError):
-        return error
-    logger.error("a run failed unexpectedly", exc_info=error)
-    return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
 
 
 def settle(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:

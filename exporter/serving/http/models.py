@@ -42,7 +42,7 @@ from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
 from effexport.tasks.task import TOKENS, Task, TextOptions
 from effexport.tasks.tasks import tasks_from_artifact
-from effexport.tasks.text_generator import TextGenerator, generator_from_artifact, why_not_generated
+from effexport.tasks.text_generator import generator_from_artifact, why_not_generated
 
 # The only version: an artifact is one version of a model.
 VERSION = "1"
@@ -83,7 +83,9 @@ class ServedModel:
         # so many that the next batch waits while one runs, and other requests find room
         at_once = max(1, min(2 * settings.max_batch, settings.queue_size // 2))
         self._texts = tasks if isinstance(tasks, str) else Texts(tasks, self._run, settings.max_batch, at_once)
-        self._generations: Generations | str = ""
+        self.implementation = runner.implementation
+        # or why there are none
+        self.generations_or_why: Generations | str = ""
         self._closed = False
         self._users = 0
         self._unused = asyncio.Event()
@@ -96,28 +98,15 @@ class ServedModel:
 
     @property
     def is_ready(self) -> bool:
-        runs = isinstance(self._generations, str) or self._generations.is_alive
+        runs = isinstance(self.generations_or_why, str) or self.generations_or_why.is_alive
         return not self._closed and self.batcher.is_alive and runs
-
-    def serve_generation(self, generator: TextGenerator | str) -> None:
-        """Generate texts too. generator: closed with the model, or why there is none. Raises what a runtime raises."""
-        settings = self.settings
-        self._generations = (
-            generator
-            if isinstance(generator, str)
-            else Generations(generator, settings.max_sessions, timeout_s=settings.timeout_s, metrics=self.metrics)
-        )
 
     @property
     def generations(self) -> Generations:
         """Raises RequestError for a model that does not generate text."""
-        if isinstance(self._generations, str):
-            raise RequestError(f"model {self.name!r} does not generate: {self._generations}")
-        return self._generations
-
-    @property
-    def implementation(self) -> Mapping[str, str]:
-        return self._runner.implementation
+        if isinstance(self.generations_or_why, str):
+            raise RequestError(f"model {self.name!r} does not generate: {self.generations_or_why}")
+        return self.generations_or_why
 
     @property
     def texts(self) -> Texts:
@@ -172,8 +161,8 @@ class ServedModel:
     def close(self) -> None:
         self._closed = True
         self.batcher.close()
-        if not isinstance(self._generations, str):
-            self._generations.close()
+        if not isinstance(self.generations_or_why, str):
+            self.generations_or_why.close()
         self._runner.close()
 
 
@@ -364,12 +353,13 @@ class ServingTarget:
         runner = runner_from_artifact(artifact, options)
         model = ServedModel(runner, artifact, name, settings, RUNTIMES[options.runtime], tasks)
 
-        def generator(artifact: Artifact) -> TextGenerator:
-            return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, options))
+        def generations(artifact: Artifact) -> Generations:
+            generator = generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, options))
+            return Generations(generator, settings.max_sessions, timeout_s=settings.timeout_s, metrics=model.metrics)
 
         try:
             model.warm_up()
-            model.serve_generation(made_or_why(generator, artifact, name))
+            model.generations_or_why = made_or_why(generations, artifact, name)
             check_memory(name, self.settings.max_memory_bytes)
         except BaseException:
             model.close()

@@ -30,7 +30,7 @@ from effexport.serving.engine.errors import (
     RequestError,
     refusal_of,
 )
-from effexport.serving.engine.metrics import RequestMetrics
+from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import THREAD_BYTES, TextMemory
 from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
 from effexport.serving.http.models import ModelRepository, ServedModel
@@ -112,11 +112,6 @@ async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callabl
     if not decompressor.eof or decompressor.unused_data:
         raise RequestError(f"the body is not one complete {encoding} stream")
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def compressed(body: bytes, encoding: str) -> bytes:
-    """Compress fast rather than well: answers hardly get smaller."""
-    return zlib.compress(body, 1, ENCODINGS[encoding])
 
 
 def too_large(given: str, max_bytes: int) -> RequestError:
@@ -204,7 +199,7 @@ class Service:
         self.is_crowded: Callable[[], bool] = lambda: False
         self.body_bytes = 0
         self.text_memory = TextMemory(TEXT_CHARACTERS_IN_MEMORY)
-        self.metrics = RequestMetrics("")
+        self.metrics = Metrics("")
         self._parsing = asyncio.Lock()
 
     @property
@@ -257,7 +252,7 @@ class Service:
         async with self._parsing:
             return await asyncio.to_thread(read)
 
-    def metrics_of(self, request: Request) -> RequestMetrics:
+    def metrics_of(self, request: Request) -> Metrics:
         """The metrics of the request's model, or those of the server if it has none."""
         model: ServedModel | None = getattr(request.state, "model", None)
         return self.metrics if model is None else model.metrics

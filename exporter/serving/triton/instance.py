@@ -236,12 +236,15 @@ class Reply:
         """Send an error in place of more text."""
         self._send(error_response(self._backend, error), last=True)
 
-    def is_cancelled(self) -> bool:
-        """True if the client has gone. The server is not asked each time."""
+    def check_client(self, session: Session) -> None:
+        """Raises ClientGoneError if the server says that the client has gone. It is not asked each time."""
         if time.monotonic() < self._next_check:
-            return False
+            return
         self._next_check = time.monotonic() + CANCEL_CHECK_SECONDS
-        return bool(self._sender.is_cancelled())
+        if self._sender.is_cancelled():
+            message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
+            self._backend.Logger.log_info(message)
+            raise ClientGoneError(message)
 
     def _send(self, response: Any, *, last: bool) -> None:
         self._sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
@@ -287,20 +290,13 @@ class GenerationInstance(Closeable):
         try:
             stream = await self._generations.submit(prompt, sampling)
             with contextlib.closing(stream):
-                check = partial(self._check_client, reply, stream.session)
+                check = partial(reply.check_client, stream.session)
                 async for answer in stream.answers(in_pieces=in_pieces, check_client=check):
                     reply.send(answer)
         except Exception as error:
             # also what `send` raises for a connection that has gone, which the server does not say: nobody gets that
             with contextlib.suppress(Exception):
                 reply.fail(error)
-
-    def _check_client(self, reply: Reply, session: Session) -> None:
-        """Raises ClientGoneError if the server says so."""
-        if reply.is_cancelled():
-            message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
-            self._backend.Logger.log_info(message)
-            raise ClientGoneError(message)
 
     def close(self) -> None:
         self._generations.close()

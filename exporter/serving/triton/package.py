@@ -205,9 +205,10 @@ def package_artifact(
     backends, remarks = choose_backends(artifact, spec)
     with locked_repository(repository):
         changes = []
-        names = tuple(backend.name for backend in backends if not backend.generates)
+        is_named_alone = len(spec.backends) == 1
         for backend in backends:
-            name = f"{spec.name}-generate" if backend.generates else spec.model_name(backend.name, names)
+            kind = "generate" if backend.generates else backend.name
+            name = spec.name if is_named_alone and not backend.generates else f"{spec.name}-{kind}"
             changes.append(model_change(repository, name, backend, replace_config=replace_config))
         records = records_of(repository) | {change.name: change.record for change in changes}
         for name, record in records.items():

@@ -95,7 +95,3 @@ class PackageSpec(Options):
                 1 <= size <= largest,
                 f"preferred batch {size} is not between 1 and {largest}, the largest batch, which --max-batch sets",
             )
-
-    def model_name(self, backend: str, backends: tuple[str, ...]) -> str:
-        """The model's name in one of the chosen backends."""
-        return self.name if len(backends) == 1 and self.backends else f"{self.name}-{backend}"

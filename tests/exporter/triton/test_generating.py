@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from effexport.tasks.text_generator import TextGenerator
 
 Built = Callable[..., Artifact]
 SECONDS = 30
-BACKEND = SimpleNamespace(Logger=SimpleNamespace(log_info=lambda text: None))
 needs_a_model = pytest.mark.requires("torch", "onnx", "ort", "native")
 
 
@@ -51,8 +49,9 @@ class KeptReply:
             self.error = error
         self.done.set()
 
-    def is_cancelled(self) -> bool:
-        return self.gone
+    def check_client(self, session: Any) -> None:
+        if self.gone:
+            raise ClientGoneError
 
     @property
     def text(self) -> str:
@@ -69,7 +68,7 @@ def generator(built: Built) -> Iterator[TextGenerator]:
 
 @pytest.fixture
 def loop(generator: TextGenerator) -> Iterator[GenerationInstance]:
-    with GenerationInstance(generator, 8, backend=BACKEND) as loop:
+    with GenerationInstance(generator, 8) as loop:
         yield loop
 
 
