@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from effexport.base.dtypes import Array, joined_rows
 from effexport.base.errors import EffexportError
 from effexport.base.spec import BuildSpec
 from effexport.runners.runner import Closeable
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError, stopping
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError, stopping
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.settings import ServingSettings
 
@@ -102,8 +102,6 @@ Outputs = Mapping[str, "Array"]
 # The outputs of a request, or its error.
 Outcome = Outputs | EffexportError
 Run = Callable[[Mapping[str, "Array"]], Outputs]
-# Done when the client of a request has gone.
-Gone = asyncio.Future[None]
 # What reads or writes more is done in another thread, because no other request is read in the meantime.
 THREAD_BYTES = 64 << 10
 
@@ -121,20 +119,6 @@ class Job:
         self.key = padding.key_of(feeds)
         self.enqueued = time.perf_counter()
         self.answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
-
-    async def first_of(self, gone: Gone, timeout_s: float) -> Outputs:
-        """The outputs. Raises ClientGoneError, or RequestError if the run does not start in time."""
-        timeout: float | None = timeout_s
-        while True:
-            either: tuple[asyncio.Future[Any], ...] = (self.answer, gone)
-            done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if self.answer in done:
-                return self.answer.result()
-            if gone in done:
-                raise ClientGoneError
-            if not self.started:
-                raise waited_too_long()
-            timeout = None  # the run has started and cannot be stopped
 
 
 def first_batch(waiting: Sequence[Job], fits: Callable[[Sequence[Job]], bool]) -> list[Job]:
@@ -223,14 +207,17 @@ class Batcher(Queue[Job]):
         self.add(job)
         return job
 
-    async def outputs(self, feeds: Mapping[str, Array], timeout_s: float, gone: Gone) -> Outputs:
+    async def outputs(self, feeds: Mapping[str, Array], timeout_s: float) -> Outputs:
         """Queue a request and wait for its outputs.
 
-        Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.
+        Raises RequestError if the queue is full or the run does not start in time.
         """
         job = self.submit(feeds)
         try:
-            return await job.first_of(gone, timeout_s)
+            await asyncio.wait([job.answer], timeout=timeout_s)
+            if not (job.answer.done() or job.started):
+                raise waited_too_long()
+            return await job.answer  # a run that has started cannot be stopped
         finally:
             if not job.answer.done():
                 self.withdraw(job)
@@ -376,8 +363,7 @@ class TextMemory:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Limits for the texts of one request, which wait for memory and runs, and no longer than their client does."""
+    """Limits for the texts of one request, which wait for memory and runs."""
 
     timeout_s: float
-    gone: Gone
     memory: TextMemory

@@ -92,11 +92,6 @@ def unknown_name(name: str, names: Sequence[str], kind: str) -> RequestError:
     return RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
 
 
-def example_shape(tensor: TensorInfo, sizes: Mapping[str, int]) -> list[int]:
-    """A shape that a model takes; sizes: of axes by name, 2 for others."""
-    return [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
-
-
 @dataclass(frozen=True)
 class PackagedSignature:
     """Inputs and outputs of a model of Triton. optional: names of inputs that a request may leave out."""
@@ -104,16 +99,6 @@ class PackagedSignature:
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     optional: frozenset[str] = frozenset()
-
-    def with_texts(self, max_batch: int) -> PackagedSignature:
-        """Also takes a text for each row of a batch, in place of the tensors, and returns its answer.
-
-        max_batch: of the model; 0 if Triton does not batch its requests.
-        """
-        dims: tuple[int | str, ...] = ("batch", 1) if max_batch else ("batch",)
-        text, context, answer = (TensorInfo(name, STRING, dims) for name in (TEXT, CONTEXT, ANSWER))
-        inputs = (*self.inputs, text, context)
-        return PackagedSignature(inputs, (*self.outputs, answer), frozenset(tensor.name for tensor in inputs))
 
 
 OPTIONS = (

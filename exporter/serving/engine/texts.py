@@ -21,7 +21,7 @@ from effexport.base.dtypes import Array
 from effexport.base.errors import UserError
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.runners.decode import Graph
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Outputs, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
@@ -49,12 +49,12 @@ class Texts:
         at_once: int,
     ) -> None:
         self._task_of = task_of
-        self._default = task_of(DEFAULT_OPTIONS)
+        task = task_of(DEFAULT_OPTIONS)
         self._run = run
         self._max_batch = max_batch
         self._at_once = at_once
-        self.name = self._default.name
-        self.is_embedding = isinstance(self._default, Embedding)
+        self.name = task.name
+        self.is_embedding = isinstance(task, Embedding)
         # names and datatypes of the outputs
         self.outputs = {ANSWER: "BYTES", **({EMBEDDING: "FP32"} if self.is_embedding else {})}
 
@@ -76,9 +76,9 @@ class Texts:
     ) -> dict[str, Array]:
         """The wanted outputs for texts, or for pairs of texts: answers as JSON, and vectors in float32.
 
-        Raises ClientGoneError, or UserError with the index of a text that cannot be answered.
+        Raises as `answers`.
         """
-        found = await self._answers(self._task_of(options), texts, wanted, waiting)
+        found = await self.answers(texts, wanted, options, waiting)
         outputs: dict[str, Array] = {}
         if ANSWER in wanted:
             outputs[ANSWER] = objects([msgspec.json.encode(one[ANSWER]) for one in found])
@@ -86,15 +86,14 @@ class Texts:
             outputs[EMBEDDING] = np.stack([one[EMBEDDING] for one in found])
         return outputs
 
-    async def embeddings_of(self, inputs: Sequence[str | tuple[int, ...]], waiting: Waiting) -> list[Any]:
-        """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `outputs_of`."""
-        found = await self._answers(self._default, [(one, None) for one in inputs], (ANSWER,), waiting)
-        return [one[ANSWER] for one in found]
-
-    async def _answers(
-        self, task: Task, texts: Sequence[tuple[Any, str | None]], wanted: Iterable[str], waiting: Waiting
+    async def answers(
+        self, texts: Sequence[tuple[Any, str | None]], wanted: Iterable[str], options: TextOptions, waiting: Waiting
     ) -> list[dict[str, Any]]:
-        places = asyncio.Semaphore(self._at_once)
+        """The wanted outputs for each text, or for tokens that the client has made.
+
+        Raises UserError with the index of a text that cannot be answered.
+        """
+        task, places = self._task_of(options), asyncio.Semaphore(self._at_once)
         sizes = [len(text) + len(pair or "") for text, pair in texts]
 
         async def one(index: int) -> dict[str, Any]:
@@ -148,7 +147,6 @@ class Stream:
         self.loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._on_close = on_close
-        self._client_gone = False
         self._changed = asyncio.Event()
 
     async def answers(
@@ -179,15 +177,13 @@ class Stream:
     async def pieces(self) -> list[Piece]:
         """The next pieces, at least one; not called after the last.
 
-        Raises RequestError if there are none in time or the model failed, and ClientGoneError.
+        Raises RequestError if there are none in time or the model failed.
         """
         session = self.session
         try:
             # a limit takes as long as the rest of this, for each token
             async with contextlib.nullcontext() if self._timeout_s is None else asyncio.timeout(self._timeout_s):
                 while not session.pieces:
-                    if self._client_gone:
-                        raise ClientGoneError
                     if session.error is not None:
                         logger.error("a text could not be continued: %s", session.error)
                         raise RequestError(str(session.error), FAILED)
@@ -201,11 +197,6 @@ class Stream:
     def wake(self) -> None:
         """Let `pieces` look for what is new."""
         self._changed.set()
-
-    def client_gone(self) -> None:
-        """Let `pieces` raise ClientGoneError after the pieces that there are."""
-        self._client_gone = True
-        self.wake()
 
     def close(self) -> None:
         self.session.cancel()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +22,11 @@ from effexport.base.dtypes import Array
 from effexport.base.errors import UserError
 from effexport.base.version import __version__
 from effexport.models.validation import shown
-from effexport.serving.engine.errors import UNAUTHORIZED, ClientGoneError, Refusal, RequestError, stopping
+from effexport.serving.engine.errors import UNAUTHORIZED, Refusal, RequestError, stopping
 from effexport.serving.engine.metrics import exposition
-from effexport.serving.engine.queue import Gone, Waiting, aside
+from effexport.serving.engine.queue import Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import TEXT_INPUT, generation_request, text_of
+from effexport.serving.engine.signature import ANSWER, TEXT_INPUT, generation_request, text_of
 from effexport.serving.http.bodies import (
     InferRequest,
     answer_from_outputs,
@@ -40,7 +40,7 @@ from effexport.serving.http.bodies import (
 from effexport.serving.http.models import ServedModel
 from effexport.serving.http.service import ENCODINGS, Endpoint, Service, json_response, watched
 from effexport.tasks.sampling import Sampling
-from effexport.tasks.task import TEXT_OPTIONS, options_from_parameters
+from effexport.tasks.task import DEFAULT_OPTIONS, TEXT_OPTIONS, options_from_parameters
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")
 # A parameter of Triton that has no effect here, because no model depends on another.
@@ -125,8 +125,8 @@ async def infer(service: Service, request: Request) -> Response:
             length = json_length(body, request.headers.get(HEADER_LENGTH))
             read = partial(infer_request, body, length, model.signature, lambda: model.texts.outputs)
             wanted = await service.parsed(length, read)
-            with watched(request.receive) as gone:
-                outputs = await outputs_from_wanted(wanted, model, gone, service)
+            async with watched(request.receive):
+                outputs = await outputs_from_wanted(wanted, model, service)
         size, headers = sum(array.nbytes for array in outputs.values()), {}
         write = partial(answer_from_outputs, wanted, outputs, model.name, model.version)
         body, header_length = await aside(size, write)
@@ -143,15 +143,13 @@ async def infer(service: Service, request: Request) -> Response:
         return Response(body, headers=headers, media_type=kind)
 
 
-async def outputs_from_wanted(
-    wanted: InferRequest, model: ServedModel, gone: Gone, service: Service
-) -> Mapping[str, Array]:
+async def outputs_from_wanted(wanted: InferRequest, model: ServedModel, service: Service) -> Mapping[str, Array]:
     """Run a request. Raises as `infer`."""
     longest_s = model.settings.timeout_s
     timeout_s = min(longest_s, wanted.timeout_s or longest_s)
     if not wanted.texts:
-        return await model.batcher.outputs(wanted.feeds, timeout_s, gone)
-    waiting = Waiting(timeout_s, gone, service.text_memory)
+        return await model.batcher.outputs(wanted.feeds, timeout_s)
+    waiting = Waiting(timeout_s, service.text_memory)
     given = {name: wanted.parameters[name] for name in TEXT_OPTIONS if wanted.parameters.get(name) is not None}
     return await model.texts.outputs_of(wanted.texts, wanted.outputs, options_from_parameters(given), waiting)
 
@@ -181,7 +179,8 @@ async def generate(service: Service, request: Request) -> Response:
     """Answer with a whole text."""
     with ExitStack() as stack:
         answers = await begun_text(service, request, stack, in_pieces=False)
-        return json_response(await anext(answers))
+        async with watched(request.receive):
+            return json_response(await anext(answers))
 
 
 async def generate_stream(service: Service, request: Request) -> Response:
@@ -189,7 +188,9 @@ async def generate_stream(service: Service, request: Request) -> Response:
     with ExitStack() as stack:
         answers = await begun_text(service, request, stack, in_pieces=True)
         # what fails before the first text is answered with a status
-        return EventStream(await anext(answers), answers, stack.pop_all())
+        async with watched(request.receive):
+            first = await anext(answers)
+        return EventStream(first, answers, stack.pop_all())
 
 
 async def begun_text(
@@ -204,8 +205,6 @@ async def begun_text(
         text, sampling, identifier = await service.parsed(len(body), read)
     stream = await model.generations.submit(text, sampling)
     stack.callback(stream.close)
-    gone = stack.enter_context(watched(request.receive))
-    gone.add_done_callback(lambda _: stream.client_gone())
     fields = {"model_name": model.name, "model_version": model.version}
     if identifier is not None:
         fields["id"] = identifier
@@ -222,7 +221,7 @@ class EventStream(StreamingResponse):
         self._until_end = until_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._until_end, suppress(ClientGoneError):
+        with self._until_end:
             await super().__call__(scope, receive, send)
 
 
@@ -353,11 +352,13 @@ async def one_model(service: Service, request: Request) -> Response:
 async def embeddings(service: Service, request: Request) -> Response:
     async with service.body_of(request) as body:
         wanted = await service.parsed(len(body), partial(embedding_request, body))
-        with service.using(request, wanted.model) as model, watched(request.receive) as gone:
+        with service.using(request, wanted.model) as model:
             check_embeds(model, wanted)
-            waiting = Waiting(service.settings.timeout_s, gone, service.text_memory)
-            answers = await model.texts.embeddings_of(wanted.inputs, waiting)
-    return json_response(embedding_answer(wanted, answers))
+            waiting = Waiting(service.settings.timeout_s, service.text_memory)
+            inputs = [(one, None) for one in wanted.inputs]
+            async with watched(request.receive):
+                found = await model.texts.answers(inputs, (ANSWER,), DEFAULT_OPTIONS, waiting)
+    return json_response(embedding_answer(wanted, [one[ANSWER] for one in found]))
 
 
 def check_embeds(model: ServedModel, wanted: EmbeddingRequest) -> None:

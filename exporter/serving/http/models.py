@@ -22,6 +22,7 @@ from effexport.base.formatting import listed, memory
 from effexport.base.machine import give_back_freed, status_bytes
 from effexport.base.runtimes import CPU, RUNTIMES, Runtime, engine_name
 from effexport.base.spec import MASK_NAME, is_optional
+from effexport.models.size_formula import shape_of
 from effexport.models.validation import shown
 from effexport.proof.check import Kind
 from effexport.runners.artifact_runner import decoder_from_artifact, runner_from_artifact
@@ -37,7 +38,7 @@ from effexport.serving.engine.settings import (
     ServingSettings,
     checked_name,
 )
-from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
+from effexport.serving.engine.signature import ServedSignature, signature_from_spec
 from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
 from effexport.tasks.task import TOKENS, Task, TextOptions
@@ -94,7 +95,7 @@ class ServedModel:
     async def _run(self, rows: Mapping[str, Array], waiting: Waiting) -> Outputs:
         """The outputs of rows of a text. Raises as `Batcher.outputs`, and RequestError for rows that are too long."""
         self.signature.check_size("seq", rows[TOKENS].shape[1])
-        return await self.batcher.outputs(self.signature.complete(rows), waiting.timeout_s, waiting.gone)
+        return await self.batcher.outputs(self.signature.complete(rows), waiting.timeout_s)
 
     @property
     def is_ready(self) -> bool:
@@ -140,7 +141,7 @@ class ServedModel:
         """Zeros for the inputs that are not optional; every model accepts them."""
         sizes = {**self._model.axis_sizes, "batch": rows, "seq": seq_len}
         needed = [tensor for tensor in self.signature.inputs if not is_optional(tensor)]
-        return {one.name: np.zeros(example_shape(one, sizes), numpy_dtype(one.dtype)) for one in needed}
+        return {one.name: np.zeros(shape_of(one.dims, sizes), numpy_dtype(one.dtype)) for one in needed}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -231,18 +232,14 @@ class ModelRepository:
         found = await asyncio.to_thread(self._loadable.names) if self._loadable else []
         entries = []
         for name in dict.fromkeys([*self._models, *self._changes, *found]):
-            state, reason = self._state(name)
+            model = self._models.get(name)
+            state, reason = self._changes.get(name, (UNAVAILABLE, "not loaded") if model is None else (READY, ""))
+            if model is not None:
+                # whatever is said of a load that is under way or has failed
+                gone = UNAVAILABLE, "its runner has stopped; see the server's log"
+                state, reason = (READY, reason) if model.is_ready else gone
             entries.append({"name": name, "version": VERSION, "state": state, "reason": reason})
         return entries
-
-    def _state(self, name: str) -> tuple[str, str]:
-        model = self._models.get(name)
-        state, reason = self._changes.get(name, (UNAVAILABLE, "not loaded"))
-        if model is None:
-            return state, reason
-        if not model.is_ready:
-            return UNAVAILABLE, "its runner has stopped; see the server's log"
-        return READY, reason if name in self._changes else ""
 
     async def load(self, name: str) -> None:
         """Load a model, or load it again. If that fails, everything stays as it was, and the index has the reason.

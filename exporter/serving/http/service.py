@@ -75,19 +75,24 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, take: Ca
     return body if encoding == "identity" else await decompressed(body, encoding, max_bytes, take)
 
 
-@contextmanager
-def watched(receive: Receive) -> Iterator[asyncio.Future[None]]:
-    """Yield a future that is done when the client of a request has gone; its body has been read."""
+@asynccontextmanager
+async def watched(receive: Receive) -> AsyncIterator[None]:
+    """End the block with ClientGoneError when the client of a request has gone; its body has been read."""
 
-    async def client_gone() -> None:
+    async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        block.reschedule(0)  # the block ends now
 
-    gone = asyncio.ensure_future(client_gone())
     try:
-        yield gone
-    finally:
-        gone.cancel()
+        async with asyncio.timeout(None) as block:
+            watching = asyncio.create_task(watch())
+            try:
+                yield
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        raise ClientGoneError from None
 
 
 async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callable[[int], None]) -> bytes:

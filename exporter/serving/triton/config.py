@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from effexport.artifact import MANIFEST, Artifact
-from effexport.base.dtypes import Array
+from effexport.base.dtypes import Array, TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.formatting import listed
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
@@ -32,7 +32,15 @@ from effexport.render.formats import escaped, template_environment
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import library_for
 from effexport.serving.engine.queue import rows_of, why_not_joined
-from effexport.serving.engine.signature import CONTEXT, GENERATION, TEXT, PackagedSignature, triton_type
+from effexport.serving.engine.signature import (
+    ANSWER,
+    CONTEXT,
+    GENERATION,
+    STRING,
+    TEXT,
+    PackagedSignature,
+    triton_type,
+)
 from effexport.serving.triton.repository import Content
 from effexport.serving.triton.spec import (
     BACKENDS,
@@ -96,11 +104,16 @@ class Backend:
     def signature(self) -> PackagedSignature:
         if self.generates:
             return GENERATION
-        build = self.artifact.spec
-        # effexport's runner has defaults for missing inputs; other backends need every input of the graph
-        optional = frozenset(t.name for t in build.inputs if self.name == "python" and is_optional(t))
-        signature = PackagedSignature(build.inputs, build.outputs, optional)
-        return signature.with_texts(self.batching.max_batch) if self.example else signature
+        inputs, outputs = self.artifact.spec.inputs, self.artifact.spec.outputs
+        if not self.example:
+            # effexport's runner has defaults for missing inputs; other backends need every input of the graph
+            optional = [tensor for tensor in inputs if self.name == "python" and is_optional(tensor)]
+            return PackagedSignature(inputs, outputs, frozenset(tensor.name for tensor in optional))
+        # also a text for each row of a batch, in place of the tensors, and its answer
+        dims = ("batch", 1) if self.batching.max_batch else ("batch",)
+        text, context, answer = (TensorInfo(name, STRING, dims) for name in (TEXT, CONTEXT, ANSWER))
+        inputs = (*inputs, text, context)
+        return PackagedSignature(inputs, (*outputs, answer), frozenset(tensor.name for tensor in inputs))
 
     @functools.cached_property
     def warm_ups(self) -> tuple[Mapping[str, Array], ...]:

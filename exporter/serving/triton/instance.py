@@ -157,7 +157,7 @@ class ModelInstance(Closeable):
         beside it in an answer as JSON.
         """
         tensors = tensors_of_request(request)
-        waiting = Waiting(math.inf, self._loop.create_future(), self._memory)
+        waiting = Waiting(math.inf, self._memory)
         if self._texts is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
             return await self._run(tensors, waiting)
         options, texts = options_from_parameters(parameters_of_request(request)), texts_of_inputs(tensors)

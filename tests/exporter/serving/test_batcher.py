@@ -15,7 +15,7 @@ from held_runner import HeldRunner
 
 from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.base.spec import BuildSpec
-from effexport.serving.engine.errors import ClientGoneError, RequestError, refusal_of
+from effexport.serving.engine.errors import RequestError, refusal_of
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import (
     NO_PADDING,
@@ -176,15 +176,25 @@ def test_a_request_that_waited_too_long_is_refused_and_not_run(
     async def scenario() -> None:
         queue = batcher()
         first = await held(queue, runner)
-        running = asyncio.create_task(first.first_of(asyncio.Future(), 0.001))
         with pytest.raises(RequestError, match="waited too long") as refused:
-            await queue.outputs({"x": np.ones((1, 3))}, 0.001, asyncio.Future())
+            await queue.outputs({"x": np.ones((1, 3))}, 0.001)
         assert refused.value.kind.status == 503
         runner.let.set()
-        assert (await running)["y"][0, 0] == 0, "what runs is waited for"
+        await first.answer
 
     run(scenario())
     assert len(runner.shapes) == 1
+
+
+def test_what_runs_is_waited_for(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
+    async def scenario() -> None:
+        running = asyncio.create_task(batcher().outputs({"x": np.ones((1, 3))}, 0.2))
+        await asyncio.to_thread(runner.running.acquire)
+        await asyncio.sleep(0.3)
+        runner.let.set()
+        assert (await running)["y"][0, 0] == 2
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -344,13 +354,12 @@ def test_a_request_whose_client_goes_while_it_waits_leaves_the_queue_at_once(
         queue = batcher(queue_size=1)
         first = await held(queue, runner)
         for _ in range(20):
-            gone = asyncio.get_running_loop().create_future()
-            waiting = asyncio.create_task(queue.outputs({"x": np.ones((1, 3))}, 30.0, gone))
+            waiting = asyncio.create_task(queue.outputs({"x": np.ones((1, 3))}, 30.0))
             await asyncio.sleep(0)
-            gone.set_result(None)
-            with pytest.raises(ClientGoneError):
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
                 await waiting
-        late = asyncio.create_task(queue.outputs({"x": np.ones((1, 3))}, 0.01, asyncio.Future()))
+        late = asyncio.create_task(queue.outputs({"x": np.ones((1, 3))}, 0.01))
         with pytest.raises(RequestError, match="waited too long"):
             await late
         there = job(queue, 5)

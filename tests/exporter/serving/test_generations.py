@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
@@ -26,6 +27,7 @@ from effexport.serving.engine.errors import (
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.texts import Generations, Stream
 from effexport.serving.http.endpoints import EventStream, generate_request
+from effexport.serving.http.service import watched
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import ByteTokenizer
 from effexport.tasks.text_generator import TextGenerator
@@ -174,10 +176,13 @@ def test_a_client_that_goes_ends_its_text(decoder: Alphabet, made: Callable[...,
         decoder.going.clear()
         stream = await generations.submit("a", Sampling(max_new_tokens=150, temperature=0))
         await stream.pieces()
-        stream.client_gone()
-        with pytest.raises(ClientGoneError):
-            await stream.pieces()
-        stream.close()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        with pytest.raises(ClientGoneError), contextlib.closing(stream):
+            async with watched(receive):
+                await stream.pieces()
         decoder.going.set()
         assert await text_of(generations, "x", Sampling(max_new_tokens=2, temperature=0)) == "yz"
 
