@@ -144,7 +144,6 @@ class Stream:
 
     def __init__(self, session: Session, timeout_s: float | None, on_close: Callable[[], None]) -> None:
         self.session = session
-        self.loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._on_close = on_close
         self._changed = asyncio.Event()
@@ -248,6 +247,7 @@ class Generations(Queue[Stream]):
         """Begin a text. Raises UserError for a prompt that cannot be continued, or if there are too many texts."""
         # before the prompt is read, so that of a crowd no more prompts are in memory than may be continued
         self.refuse_if_full()
+        self._loop = asyncio.get_running_loop()
         place = object()
         self._places.add(place)
         try:
@@ -285,19 +285,17 @@ class Generations(Queue[Stream]):
                 self._stepped(streams, time.perf_counter() - started)
 
     def _stepped(self, streams: Sequence[Stream], seconds: float) -> None:
-        """Count a step, and wake those who wait for its texts, in one call for each event loop."""
+        """Count a step, and wake those who wait for its texts, in one call."""
         if self._metrics is not None:
             self._metrics.step_s.observe(seconds)
             for stream in streams:
                 self._metrics.tokens.inc(stream.session.count - stream.counted)
                 stream.counted = stream.session.count
 
-        def wake(loop: asyncio.AbstractEventLoop) -> None:
+        def wake() -> None:
             for stream in streams:
-                if stream.loop is loop:
-                    stream.wake()
+                stream.wake()
 
-        for loop in {stream.loop for stream in streams}:
-            # if the loop has ended, nobody waits for its texts
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(wake, loop)
+        # if the loop has ended, nobody waits for its texts
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(wake)

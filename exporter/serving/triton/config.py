@@ -47,10 +47,9 @@ from effexport.serving.triton.spec import (
     DEFAULT_MAX_BATCH,
     DEFAULT_SESSIONS,
     BackendName,
-    PackageName,
     PackageSpec,
 )
-from effexport.tasks.fast_tokenizer import TOKENIZER_JSON, tokenizer_from_artifact
+from effexport.tasks.fast_tokenizer import tokenizer_from_artifact
 from effexport.tasks.task import Task, Tokenizer
 from effexport.tasks.tasks import task_from_artifact
 from effexport.tasks.text_generator import check_generates
@@ -77,19 +76,6 @@ class Backend:
     engine: EngineInfo | None = None
     example: Mapping[str, str] = field(default_factory=dict)
     generates: bool = False
-
-    @property
-    def packages(self) -> tuple[PackageName, ...]:
-        """The packages that it imports in the server, besides NumPy."""
-        if self.name != "python":
-            return ()
-        tokenizes = TOKENIZER_JSON in self.artifact.manifest.files and (self.example or self.generates)
-        return (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
-
-    @property
-    def has_library(self) -> bool:
-        """True if it has the kernel library."""
-        return LIBRARY_NAME in self.files
 
     @property
     def title(self) -> str:
@@ -137,15 +123,13 @@ class Backend:
 
     def config(self, model: str, version: int) -> bytes:
         """The contents of config.pbtxt, which names the kernel library by its path on the server."""
-        named = self.has_library and self.name != "python"
+        named = LIBRARY_NAME in self.files and self.name != "python"
         library = f"{self.spec.server_path.rstrip('/')}/{model}/{version}/{LIBRARY_NAME}" if named else ""
         values = {"model": model, "backend": self, "library": library, "release": __version__}
         return render("config.pbtxt.j2", values).encode()
 
 
 PLAN = "model.plan"
-# Every Python model imports them; one with a tokenizer, tokenizers as well.
-PYTHON_PACKAGES: tuple[PackageName, ...] = ("msgspec", "onnx", "onnxruntime")
 
 
 def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backend, ...], tuple[str, ...]]:

@@ -16,6 +16,7 @@ from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.records import record_from_values
 from effexport.base.spec import is_optional
+from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.runners.runner import tensors_text
 from effexport.serving.engine.signature import BINARY_ONLY, protocol_type, tensors_of
 from effexport.serving.triton.config import Backend, choose_backends, render, warm_up_file
@@ -39,10 +40,14 @@ from effexport.serving.triton.spec import (
     DEFAULT_IMAGE_TAG,
     IMAGE_TAG,
     LARGEST_VERSION,
+    PackageName,
     PackageSpec,
 )
+from effexport.tasks.fast_tokenizer import TOKENIZER_JSON
 
 EXAMPLE_LENGTH = 8
+# Every Python model imports them, besides NumPy; one with a tokenizer, tokenizers as well.
+PYTHON_PACKAGES: tuple[PackageName, ...] = ("msgspec", "onnx", "onnxruntime")
 # Of a version.
 NUMBER = re.compile("[1-9][0-9]*")
 
@@ -109,17 +114,25 @@ def model_record(backend: Backend, name: str, version: int, text: bytes, old: Mo
     """text: of its configuration. old: the record of the model so far."""
     artifact, spec, signature = backend.artifact, backend.spec, backend.signature
     model, manifest = artifact.spec.model, artifact.manifest
+    implementation = "standard operators"
+    if backend.engine is not None:
+        implementation = ", ".join(sorted(set(backend.engine.implementation.values()))) or implementation
+    elif manifest.custom_ops:
+        implementation = "kernel" if LIBRARY_NAME in backend.files else "body"
     origin = Origin(
         artifact=artifact.path.resolve().name,
         weights_sha256=manifest.weights_sha256,
         built_by=manifest.effexport_version,
         custom_ops=sorted(manifest.custom_ops),
-        implementation=implementation_of(backend, manifest.custom_ops),
+        implementation=implementation,
         example=dict(backend.example),
     )
+    packages = PYTHON_PACKAGES if backend.name == "python" else ()
+    if backend.name == "python" and TOKENIZER_JSON in manifest.files and (backend.example or backend.generates):
+        packages = (*packages, "tokenizers")
     # those that a build does not record are those of this packaging
     recorded = manifest.environment
-    releases = {one: recorded[one] if one in recorded else importlib.metadata.version(one) for one in backend.packages}
+    releases = {one: recorded[one] if one in recorded else importlib.metadata.version(one) for one in packages}
     record = ModelRecord(
         name=name,
         group=name if backend.generates else spec.name,
@@ -140,12 +153,6 @@ def model_record(backend: Backend, name: str, version: int, text: bytes, old: Mo
     )
     # what comes from the artifact goes into a Dockerfile
     return record_from_values(asdict(record), ModelRecord, str(artifact.path), REMEDY)
-
-
-def implementation_of(backend: Backend, custom_ops: Mapping[str, int]) -> str:
-    if backend.engine is not None:
-        return ", ".join(sorted(set(backend.engine.implementation.values()))) or "standard operators"
-    return ("kernel" if backend.has_library else "body") if custom_ops else "standard operators"
 
 
 def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
