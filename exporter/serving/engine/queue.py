@@ -249,29 +249,24 @@ class Batcher(Queue[Job]):
     def _take(self) -> list[Job]:
         """The oldest job and the jobs that may join it; empty when the server stops."""
         with self._changed:
-            while True:
+            while self._waiting or not self._closing:
+                delay_s = None
                 if self._waiting:
                     batch = first_batch(self._waiting, self._fits)
-                    if not self._is_worth_waiting(batch):
+                    delay_s = self._delay_s(batch)
+                    if delay_s <= 0:
                         for job in batch:
                             self._waiting.remove(job)
                         return batch
-                if not self._waiting:
-                    if self._closing:
-                        return []
-                    self._changed.wait()
+                self._changed.wait(delay_s)
+        return []
 
-    def _is_worth_waiting(self, batch: Sequence[Job]) -> bool:
-        """True if more jobs may still join a batch, after a wait for the next job or the end of the delay."""
-        delay_s = self.settings.batch_delay_ms / 1e3
-        if not (delay_s and self._joins) or self._closing:
-            return False
-        left = batch[0].enqueued + delay_s - time.perf_counter()
-        is_full = not self._has_room(sum(job.rows for job in batch) + 1, max(job.length for job in batch))
-        if is_full or left <= 0:
-            return False
-        self._changed.wait(left)
-        return True
+    def _delay_s(self, batch: Sequence[Job]) -> float:
+        """How long a batch should wait for more jobs; 0 if none may join it."""
+        has_room = self._has_room(sum(job.rows for job in batch) + 1, max(job.length for job in batch))
+        if not (self._joins and has_room) or self._closing:
+            return 0.0
+        return batch[0].enqueued + self.settings.batch_delay_ms / 1e3 - time.perf_counter()
 
     def _fits(self, batch: Sequence[Job]) -> bool:
         rows, lengths = zip(*((one.rows, one.length) for one in batch), strict=True)

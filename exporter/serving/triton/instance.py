@@ -46,7 +46,7 @@ from effexport.serving.engine.signature import (
     texts_of_inputs,
 )
 from effexport.serving.engine.texts import Generations, Texts
-from effexport.tasks.sampling import ALIASES, Sampling
+from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import Task, TextOptions, options_from_parameters
 from effexport.tasks.tasks import tasks_from_artifact
 from effexport.tasks.text_generator import Session, TextGenerator, generator_from_artifact
@@ -204,10 +204,11 @@ def parameters_of_request(request: Any) -> dict[str, Any]:
     return found
 
 
-def options_of_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a text: inputs, [1] each, or parameters of the request."""
-    options = {ALIASES.get(name, name): value for name, value in parameters.items()}
-    return options | {name: number(array) for name, array in inputs.items() if name != TEXT_INPUT}
+def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> tuple[str, Sampling, bool | None]:
+    """As `generation_request`. The options of a text are inputs, [1] each, or parameters of the request."""
+    options = [(name, number(array)) for name, array in inputs.items() if name != TEXT_INPUT]
+    text = inputs[TEXT_INPUT][0] if TEXT_INPUT in inputs else None
+    return generation_request(text, [*options, *parameters.items()])
 
 
 def number(array: Array) -> Any:
@@ -274,10 +275,7 @@ class GenerationInstance(Closeable):
         for one in requests:
             reply = Reply(self._backend, one.get_response_sender())
             try:
-                inputs = tensors_of_request(one)
-                text = inputs[TEXT_INPUT][0] if TEXT_INPUT in inputs else None
-                options = options_of_request(inputs, parameters_of_request(one))
-                prompt, sampling, in_pieces = generation_request(text, options.items())
+                prompt, sampling, in_pieces = read_request(tensors_of_request(one), parameters_of_request(one))
                 self.begin(prompt, sampling, bool(in_pieces), reply)
             except EffexportError as error:
                 reply.fail(error)

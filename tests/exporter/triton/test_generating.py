@@ -14,7 +14,7 @@ from effexport.artifact import Artifact
 from effexport.base.errors import EffexportError, UserError
 from effexport.serving.engine.errors import ClientGoneError
 from effexport.serving.engine.signature import generation_request
-from effexport.serving.triton.instance import GenerationInstance, options_of_request, triton_code
+from effexport.serving.triton.instance import GenerationInstance, read_request, triton_code
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.text_generator import TextGenerator
 
@@ -171,10 +171,11 @@ def test_options_are_inputs_or_parameters() -> None:
     }
     # the temperature that was written, not the nearest float32
     sampling = Sampling(max_new_tokens=5, temperature=0.7, top_k=4, seed=3)
-    options = options_of_request(inputs, {"seed": 3, "top_k": 4})
-    assert generation_request(inputs["text_input"][0], options.items()) == ("Größe", sampling, True)
-    other = options_of_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
-    assert other == {"max_new_tokens": 9, "temperature": 0}
+    assert read_request(inputs, {"seed": 3, "top_k": 4}) == ("Größe", sampling, True)
+    other = read_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
+    assert other == ("Größe", Sampling(max_new_tokens=9, temperature=0), None)
+    with pytest.raises(UserError, match="max_new_tokens is given twice"):
+        read_request(inputs, {"max_tokens": 9})
 
 
 @pytest.mark.parametrize(
