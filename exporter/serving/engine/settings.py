@@ -17,8 +17,6 @@ TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
 DEFAULT_MAX_SEQ_LEN = 16384
 # Number of request bodies of the largest size that may be in memory at once, complete or not.
 BODIES_IN_MEMORY = 4
-# Tokens that keep a core busy: beyond it, a token in a larger run was measured to cost no less.
-RUN_TOKENS_PER_CORE = 256
 
 # Of a model: valid as a folder name, in a URL, and in the command line that starts Triton's Python processes.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -113,16 +113,13 @@ async def fields_of(service: Service, request: Request) -> dict[str, Any]:
         return await service.parsed(len(body), read) if body else {}
 
 
-HEADER_LENGTH = "inference-header-content-length"
-
-
 async def infer(service: Service, request: Request) -> Response:
     """Answer an infer request. Raises RequestError if it is refused, ClientGoneError if the client has gone."""
     with service.using(request) as model:
         # before its body is read, so that an overloaded server refuses at once
         model.batcher.refuse_if_full()
         async with service.body_of(request) as body:
-            length = json_length(body, request.headers.get(HEADER_LENGTH))
+            length = json_length(body, request.headers.get("Inference-Header-Content-Length"))
             read = partial(infer_request, body, length, model.signature, lambda: model.texts.outputs)
             wanted = await service.parsed(length, read)
             async with watched(request.receive):

@@ -31,13 +31,7 @@ from effexport.runners.runner import Runner
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Outputs, Padding, Waiting, why_not_joined
-from effexport.serving.engine.settings import (
-    DEFAULT_MAX_SEQ_LEN,
-    NAME,
-    RUN_TOKENS_PER_CORE,
-    ServingSettings,
-    checked_name,
-)
+from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, NAME, ServingSettings, checked_name
 from effexport.serving.engine.signature import ServedSignature, signature_from_spec
 from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
@@ -47,6 +41,8 @@ from effexport.tasks.text_generator import generator_from_artifact, why_not_gene
 
 # The only version: an artifact is one version of a model.
 VERSION = "1"
+# Tokens that keep a core busy: beyond it, a token in a larger run was measured to cost no less.
+RUN_TOKENS_PER_CORE = 256
 
 
 class ServedModel:

@@ -32,23 +32,9 @@ from effexport.render.formats import escaped, template_environment
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import library_for
 from effexport.serving.engine.queue import rows_of, why_not_joined
-from effexport.serving.engine.signature import (
-    ANSWER,
-    CONTEXT,
-    GENERATION,
-    STRING,
-    TEXT,
-    PackagedSignature,
-    triton_type,
-)
+from effexport.serving.engine.signature import ANSWER, CONTEXT, GENERATION, STRING, TEXT, PackagedSignature, triton_type
 from effexport.serving.triton.repository import Content
-from effexport.serving.triton.spec import (
-    BACKENDS,
-    DEFAULT_MAX_BATCH,
-    DEFAULT_SESSIONS,
-    BackendName,
-    PackageSpec,
-)
+from effexport.serving.triton.spec import BACKENDS, DEFAULT_MAX_BATCH, DEFAULT_SESSIONS, BackendName, PackageSpec
 from effexport.tasks.fast_tokenizer import tokenizer_from_artifact
 from effexport.tasks.task import Task, Tokenizer
 from effexport.tasks.tasks import task_from_artifact
