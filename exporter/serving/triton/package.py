@@ -14,6 +14,7 @@ from typing import Any
 from effexport.artifact import MANIFEST, REMEDY, Artifact
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
+from effexport.base.files import json_text
 from effexport.base.records import record_from_values
 from effexport.base.spec import is_optional
 from effexport.plugins.building.library import LIBRARY_NAME
@@ -77,7 +78,7 @@ def model_change(repository: Path, name: str, backend: Backend, *, replace_confi
     elif old is not None:
         # the configuration belongs to the newest version
         record = replace(old, versions=record.versions if is_new else old.versions)
-    files[RECORD] = record.text().encode()
+    files[RECORD] = json_text(asdict(record)).encode()
     present = {path for path in files if (folder / path).is_file()}
     files = {path: data for path, data in files.items() if path not in present or (folder / path).read_bytes() != data}
     status: Status = "added" if is_new else "configured" if files else "unchanged"

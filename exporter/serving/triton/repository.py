@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired, TypedDict
 
@@ -17,7 +17,7 @@ import msgspec
 from effexport.base.disk import ANOTHER_FOLDER, write_error
 from effexport.base.dtypes import TensorInfo, check_tensors
 from effexport.base.errors import UserError
-from effexport.base.files import abandoned, created_folder, file_digest, json_text
+from effexport.base.files import abandoned, created_folder, file_digest
 from effexport.base.records import record_from_values, values_of_file
 from effexport.serving.engine.signature import STRING, TEXT_INPUT
 from effexport.serving.triton.spec import SERVER_PATH, BackendName, PackageName
@@ -83,9 +83,6 @@ class ModelRecord:
     def example(self) -> Mapping[str, str]:
         """The texts of an example request; {} for a model of tensors only."""
         return self.versions[max(self.versions, key=int)].get("example", {})
-
-    def text(self) -> str:
-        return json_text(asdict(self))
 
 
 def read_record(folder: Path) -> ModelRecord | None:
