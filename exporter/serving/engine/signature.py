@@ -10,7 +10,7 @@ from typing import Any
 from effexport.base.dtypes import DTYPES, Array, TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
-from effexport.models.validation import did_you_mean, shown
+from effexport.models.validation import shown
 from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec, longest_text
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, MAX_TEXT_BYTES, MAX_TEXTS, ServingSettings
@@ -86,10 +86,6 @@ def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> ServedSig
         raise UserError(f"--max-seq-len is {wanted}; {longest_text(limits)}")
     longest = wanted or own or max(DEFAULT_MAX_SEQ_LEN, spec.model.seq_len)
     return ServedSignature(spec.inputs, spec.outputs, limits, {"batch": settings.max_batch, "seq": longest})
-
-
-def unknown_name(name: str, names: Sequence[str], kind: str) -> RequestError:
-    return RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ logger = logging.getLogger("effexport.serving")
 class Stream:
     """The pieces of one text, for the event loop that asked for it. `close` ends the generation, in any state.
 
-    counted: the tokens that are in the metrics.
+    counted: the tokens that are in the metrics. changed: set when `pieces` should look for what is new.
     """
 
     counted = 0
@@ -146,7 +146,7 @@ class Stream:
         self.session = session
         self._timeout_s = timeout_s
         self._on_close = on_close
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
 
     async def answers(
         self, *, in_pieces: bool, check_client: Callable[[], None] = lambda: None
@@ -186,16 +186,12 @@ class Stream:
                     if session.error is not None:
                         logger.error("a text could not be continued: %s", session.error)
                         raise RequestError(str(session.error), FAILED)
-                    await self._changed.wait()
-                    self._changed.clear()
+                    await self.changed.wait()
+                    self.changed.clear()
         except TimeoutError:
             message = f"no token came within {self._timeout_s:g} s; try again later"
             raise RequestError(message, WAITED_TOO_LONG) from None
         return [session.pieces.popleft() for _ in range(len(session.pieces))]
-
-    def wake(self) -> None:
-        """Let `pieces` look for what is new."""
-        self._changed.set()
 
     def close(self) -> None:
         self.session.cancel()
@@ -294,7 +290,7 @@ class Generations(Queue[Stream]):
 
         def wake() -> None:
             for stream in streams:
-                stream.wake()
+                stream.changed.set()
 
         # if the loop has ended, nobody waits for its texts
         with contextlib.suppress(RuntimeError):

@@ -23,8 +23,8 @@ from effexport.serving.engine.signature import (
     objects,
     protocol_type,
     texts_of_inputs,
-    unknown_name,
 )
+from effexport.tasks.sampling import unknown_name
 
 # Lists, objects and strings of a request, roughly. Nested tensors have a list for each row.
 MAX_JSON_PIECES = 1 << 21
@@ -65,7 +65,7 @@ def infer_request(
     left = memoryview(body)[length:]
     for value in objects_named(fields, "inputs"):
         if value["name"] not in tensors:
-            raise unknown_name(value["name"], [tensor.name for tensor in signature.inputs], "input")
+            raise unknown_name("input", value["name"], [tensor.name for tensor in signature.inputs])
         tensor = tensors[value["name"]]
         inputs[tensor.name], size = input_from_fields(value, tensor, signature, left)
         left = left[size:]
@@ -207,7 +207,7 @@ def outputs_from_fields(
             wanted[value["name"]] = flag(parameters_of(value, owner), "binary_data", default, owner)
     for name, binary in wanted.items():
         if name not in datatypes:
-            raise unknown_name(name, list(datatypes), "output")
+            raise unknown_name("output", name, list(datatypes))
         if datatypes[name] in BINARY_ONLY and not binary:
             raise RequestError(
                 f"output {name!r} is {datatypes[name]}, which JSON cannot represent; ask for it with binary_data: true"

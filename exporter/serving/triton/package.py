@@ -294,26 +294,15 @@ def pages_of_repository(
     repository: Path, records: Mapping[str, ModelRecord], image_tag: str | None
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """The pages to write, and the names of those that effexport did not write and therefore keeps."""
-    tag = image_tag or present_tag(repository) or DEFAULT_IMAGE_TAG
-    values = page_values(records, tag)
-    pages, kept = {}, []
-    for name in PAGES:
-        data = render(f"{name.removeprefix('.')}.j2", values).encode()
-        path = repository / name
-        present = path.read_bytes() if path.is_file() else None
-        if present is not None and MARK.encode() not in present.split(b"\n", 1)[0]:
-            kept.append(name)
-        elif present != data:
-            pages[name] = data
-    return pages, tuple(kept)
-
-
-def present_tag(repository: Path) -> str | None:
-    """The image tag in the repository's Dockerfile, if effexport wrote it."""
-    path = repository / "Dockerfile"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    found = re.search(rf"^ARG TRITON_TAG=({IMAGE_TAG.pattern})$", text, re.MULTILINE)
-    return found[1] if found and MARK in text.split("\n", 1)[0] else None
+    present = {name: (repository / name).read_bytes() for name in PAGES if (repository / name).is_file()}
+    kept = tuple(name for name, data in present.items() if MARK.encode() not in data.split(b"\n", 1)[0])
+    own = {name: data for name, data in present.items() if name not in kept}
+    # without a new tag, that of the present Dockerfile
+    dockerfile = own.get("Dockerfile", b"").decode(errors="replace")
+    found = re.search(rf"^ARG TRITON_TAG=({IMAGE_TAG.pattern})$", dockerfile, re.MULTILINE)
+    values = page_values(records, image_tag or (found[1] if found else DEFAULT_IMAGE_TAG))
+    pages = {name: render(f"{name.removeprefix('.')}.j2", values).encode() for name in PAGES if name not in kept}
+    return {name: data for name, data in pages.items() if own.get(name) != data}, kept
 
 
 def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
