@@ -27,9 +27,10 @@ from effexport.base.version import __version__
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
+from effexport.runners.artifact_runner import decoder_from_artifact
 from effexport.runners.options import RunOptions
-from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
-from effexport.runners.runner import Closeable, checked_feeds, limits_from_spec, limits_of_runner
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import Closeable, checked_feeds, limits_of_runner
 from effexport.serving.engine.errors import ClientGoneError, refusal_of
 from effexport.serving.engine.queue import Job, Outcome, Outputs, TextMemory, Waiting, first_batch, run_together, settle
 from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
@@ -75,8 +76,7 @@ def instance_from_arguments(
         tasks = tasks_from_artifact(artifact) if reads_text else None
         runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
         return ModelInstance(runner, tasks, config["max_batch_size"], backend)
-    limits, paths = limits_from_spec(artifact.spec), (artifact.decode_step_path, artifact.prefill_path)
-    generator = generator_from_artifact(artifact, lambda _: decoder_in_ort(*paths, limits, settings))
+    generator = generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, settings))
     return GenerationInstance(generator, parameter(config, "sessions"), parameter(config, "max_queue") or None, backend)
 
 
