@@ -262,7 +262,7 @@ class Batcher(Queue[Job]):
         return []
 
     def _delay_s(self, batch: Sequence[Job]) -> float:
-        """How long a batch should wait for more jobs; 0 if none may join it."""
+        """Seconds that a batch should wait for more jobs; 0 if none may join it."""
         has_room = self._has_room(sum(job.rows for job in batch) + 1, max(job.length for job in batch))
         if not (self._joins and has_room) or self._closing:
             return 0.0

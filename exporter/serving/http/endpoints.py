@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -37,10 +37,13 @@ from effexport.serving.http.bodies import (
     parameters_of,
     parsed_object,
 )
-from effexport.serving.http.models import ServedModel
 from effexport.serving.http.service import ENCODINGS, Endpoint, Service, json_response, watched
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import DEFAULT_OPTIONS, TEXT_OPTIONS, options_from_parameters
+
+if TYPE_CHECKING:
+    from effexport.serving.http.models import ServedModel
+
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")
 # A parameter of Triton that has no effect here, because no model depends on another.
@@ -122,7 +125,7 @@ async def infer(service: Service, request: Request) -> Response:
             length = json_length(body, request.headers.get("Inference-Header-Content-Length"))
             read = partial(infer_request, body, length, model.signature, lambda: model.texts.outputs)
             wanted = await service.parsed(length, read)
-            async with watched(request.receive):
+            with watched(request.receive):
                 outputs = await outputs_from_wanted(wanted, model, service)
         size, headers = sum(array.nbytes for array in outputs.values()), {}
         write = partial(answer_from_outputs, wanted, outputs, model.name, model.version)
@@ -176,7 +179,7 @@ async def generate(service: Service, request: Request) -> Response:
     """Answer with a whole text."""
     with ExitStack() as stack:
         answers = await begun_text(service, request, stack, in_pieces=False)
-        async with watched(request.receive):
+        with watched(request.receive):
             return json_response(await anext(answers))
 
 
@@ -185,7 +188,7 @@ async def generate_stream(service: Service, request: Request) -> Response:
     with ExitStack() as stack:
         answers = await begun_text(service, request, stack, in_pieces=True)
         # what fails before the first text is answered with a status
-        async with watched(request.receive):
+        with watched(request.receive):
             first = await anext(answers)
         return EventStream(first, answers, stack.pop_all())
 
@@ -353,7 +356,7 @@ async def embeddings(service: Service, request: Request) -> Response:
             check_embeds(model, wanted)
             waiting = Waiting(service.settings.timeout_s, service.text_memory)
             inputs = [(one, None) for one in wanted.inputs]
-            async with watched(request.receive):
+            with watched(request.receive):
                 found = await model.texts.answers(inputs, (ANSWER,), DEFAULT_OPTIONS, waiting)
     return json_response(embedding_answer(wanted, [one[ANSWER] for one in found]))
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -33,7 +33,10 @@ from effexport.serving.engine.errors import (
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import THREAD_BYTES, TextMemory
 from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
-from effexport.serving.http.models import ModelRepository, ServedModel
+
+if TYPE_CHECKING:
+    from effexport.serving.http.models import ModelRepository, ServedModel
+
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -75,24 +78,28 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, take: Ca
     return body if encoding == "identity" else await decompressed(body, encoding, max_bytes, take)
 
 
-@asynccontextmanager
-async def watched(receive: Receive) -> AsyncIterator[None]:
+@contextmanager
+def watched(receive: Receive) -> Iterator[None]:
     """End the block with ClientGoneError when the client of a request has gone; its body has been read."""
+    block, is_gone = asyncio.current_task(), False
+    assert block is not None, "a request is answered by a task"
 
     async def watch() -> None:
+        nonlocal is_gone
         while (await receive())["type"] != "http.disconnect":
             pass
-        block.reschedule(0)  # the block ends now
+        is_gone = True
+        block.cancel()
 
+    watching = asyncio.ensure_future(watch())
     try:
-        async with asyncio.timeout(None) as block:
-            watching = asyncio.create_task(watch())
-            try:
-                yield
-            finally:
-                watching.cancel()
-    except TimeoutError:
-        raise ClientGoneError from None
+        yield
+    except asyncio.CancelledError:
+        if is_gone and not block.uncancel():
+            raise ClientGoneError from None
+        raise
+    finally:
+        watching.cancel()
 
 
 async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callable[[int], None]) -> bytes:

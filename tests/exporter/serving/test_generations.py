@@ -180,9 +180,8 @@ def test_a_client_that_goes_ends_its_text(decoder: Alphabet, made: Callable[...,
         async def receive() -> dict[str, Any]:
             return {"type": "http.disconnect"}
 
-        with pytest.raises(ClientGoneError), contextlib.closing(stream):
-            async with watched(receive):
-                await stream.pieces()
+        with pytest.raises(ClientGoneError), contextlib.closing(stream), watched(receive):
+            await stream.pieces()
         decoder.going.set()
         assert await text_of(generations, "x", Sampling(max_new_tokens=2, temperature=0)) == "yz"
 
