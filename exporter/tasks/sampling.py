@@ -63,7 +63,7 @@ def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, A
     for name, value in given:
         own = ALIASES.get(name, name)
         if own not in names:
-            raise unknown_parameter(name, [*names, *ALIASES])
+            raise unknown_name("parameter", name, [*names, *ALIASES])
         if own in found:
             raise UserError(f"the parameter {own} is given twice")
         found[own] = value
@@ -71,5 +71,5 @@ def sampling_from_options(given: Iterable[tuple[str, Any]]) -> tuple[Sampling, A
     return Sampling(**{name: value for name, value in found.items() if value is not None}), stream
 
 
-def unknown_parameter(name: str, names: Sequence[str]) -> UserError:
-    return UserError(f"unknown parameter {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
+def unknown_name(kind: str, name: str, names: Sequence[str]) -> UserError:
+    return UserError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")

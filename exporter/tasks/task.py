@@ -16,7 +16,7 @@ from effexport.base.dtypes import joined_rows
 from effexport.base.errors import UserError
 from effexport.base.spec import is_optional
 from effexport.models.validation import shown
-from effexport.tasks.sampling import unknown_parameter
+from effexport.tasks.sampling import unknown_name
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
@@ -162,7 +162,7 @@ def options_from_parameters(parameters: Mapping[str, Any]) -> TextOptions:
     """The options in the parameters of a request. Raises UserError for one that is unknown or cannot work."""
     for name, value in parameters.items():
         if name not in TEXT_OPTIONS:
-            raise unknown_parameter(name, TEXT_OPTIONS)
+            raise unknown_name("parameter", name, TEXT_OPTIONS)
         if type(value) is not int:
             raise UserError(f"{name} is {shown(value)}; expected an integer")
     return TextOptions(**parameters)

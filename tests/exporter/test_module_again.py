@@ -422,7 +422,7 @@ def test_every_other_command_works_without_golden_values(cli: Cli, bare: Path, c
     assert cli("inspect", bare).code == cli("report", bare).code == 0
     assert "--golden none" in cli("report", bare, "--format", "markdown").out + (bare / "report.html").read_text()
     (warm_up,) = warm_ups(open_artifact(bare), (0,))
-    assert warm_up.inputs["x"].shape == (1, 20, 16)
+    assert warm_up["x"].shape == (1, 20, 16)
     package = cli("package", bare, "--format", "triton", "-o", tmp_path / "package")
     assert package.code == 0, package.err
     refitted = cli("refit", bare, "--module", f"{code}:later", "-o", tmp_path / "new")

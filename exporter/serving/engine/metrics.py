@@ -11,8 +11,10 @@ LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 SIZE_BUCKETS = (*range(1, 17), 24, 32, 48, 64, 128, 256)
 
 
-class RequestMetrics:
-    """Counts of the requests to one model, in a registry of their own. model: "" for requests that reach no model."""
+class Metrics:
+    """The metrics of one model, as Prometheus' objects in a registry of their own: its requests, and if they are added,
+    its queue with its runs, and what it generates. model: "" for requests that reach no model.
+    """
 
     def __init__(self, model: str) -> None:
         from prometheus_client import CollectorRegistry
@@ -30,6 +32,20 @@ class RequestMetrics:
     def rejected(self, reason: str) -> None:
         self._rejected.labels(self.model, reason).inc()
 
+    def add_queue(self) -> None:
+        """Add the metrics of a model that runs requests."""
+        self.queue_depth = self._new("Gauge", "queue_depth", "Requests that wait for the runner.")
+        self.batch_size = self._new("Histogram", "batch_size", "Rows of a run.", buckets=SIZE_BUCKETS)
+        self.queue_s = self._seconds("queue_seconds", "Wait of a request for the runner.")
+        self.compute_s = self._seconds("compute_seconds", "Duration of a run.")
+
+    def add_generation(self) -> None:
+        """Add the metrics of a model that generates text."""
+        self.sessions = self._new("Gauge", "generation_sessions", "Texts that are being generated.")
+        self.tokens = self._new("Counter", "generated_tokens_total", "New tokens.")
+        text = "Duration of a step, which gives each text a token and reads new prompts."
+        self.step_s = self._seconds("generation_step_seconds", text)
+
     def _new(self, kind: str, name: str, text: str, *labels: str, **options: Any) -> Any:
         """A metric of this model. labels: further ones, which are given with each observation."""
         import prometheus_client
@@ -43,25 +59,7 @@ class RequestMetrics:
         return self._new("Histogram", name, text, buckets=LATENCY_BUCKETS)
 
 
-class Metrics(RequestMetrics):
-    """The metrics of one model, as Prometheus' objects: its requests, its queue, its runs, and what it generates."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self.queue_depth = self._new("Gauge", "queue_depth", "Requests that wait for the runner.")
-        self.batch_size = self._new("Histogram", "batch_size", "Rows of a run.", buckets=SIZE_BUCKETS)
-        self.queue_s = self._seconds("queue_seconds", "Wait of a request for the runner.")
-        self.compute_s = self._seconds("compute_seconds", "Duration of a run.")
-
-    def add_generation(self) -> None:
-        """Add the metrics of a model that generates text."""
-        self.sessions = self._new("Gauge", "generation_sessions", "Texts that are being generated.")
-        self.tokens = self._new("Counter", "generated_tokens_total", "New tokens.")
-        text = "Duration of a step, which gives each text a token and reads new prompts."
-        self.step_s = self._seconds("generation_step_seconds", text)
-
-
-def exposition(parts: Sequence[RequestMetrics]) -> tuple[bytes, str]:
+def exposition(parts: Sequence[Metrics]) -> tuple[bytes, str]:
     """The text that Prometheus reads, and its content type: the metrics of the process and of all models."""
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 

@@ -13,19 +13,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from effexport.base.dtypes import joined_rows
+from effexport.base.dtypes import Array, joined_rows
 from effexport.base.errors import EffexportError
+from effexport.base.spec import BuildSpec
 from effexport.runners.runner import Closeable
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError, stopping
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError, stopping
 from effexport.serving.engine.metrics import Metrics
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.base.spec import BuildSpec
-    from effexport.serving.engine.settings import ServingSettings
-
+from effexport.serving.engine.settings import ServingSettings
 
 Key = tuple[tuple[int, ...], ...]
 
@@ -54,6 +50,34 @@ class Padding:
         """Tokens of a request; 0 if no input has an axis of tokens. feeds: all inputs of the model."""
         return next((int(feeds[name].shape[axis]) for name, axis in self.inputs.items()), 0)
 
+    def key_of(self, feeds: Mapping[str, Array]) -> Key:
+        """Equal for requests that differ only in their number of rows and in what is padded.
+
+        feeds: all inputs of the model.
+        """
+        free = {name: (0, self.inputs.get(name)) for name in feeds}
+        return tuple(
+            tuple(size for axis, size in enumerate(feeds[name].shape) if axis not in free[name])
+            for name in sorted(feeds)
+        )
+
+    def joined(self, feeds: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        """The feeds of several requests as one batch, of the length of the longest. A padded attention mask is 0."""
+        return {name: joined_rows([one[name] for one in feeds], self.values.get(name, 0)) for name in feeds[0]}
+
+    def split(self, outputs: Mapping[str, Array], feeds: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+        """The outputs of each request, as views. feeds: of the requests that were joined."""
+        parts: list[Mapping[str, Array]] = []
+        start = 0
+        for one in feeds:
+            rows, length = slice(start, start := start + rows_of(one)), slice(self.length_of(one))
+            part = {}
+            for name, array in outputs.items():
+                axis = self.outputs.get(name)
+                part[name] = array[rows] if axis is None else array[(rows, *[slice(None)] * (axis - 1), length)]
+            parts.append(part)
+        return parts
+
 
 # For requests that only run together if they have the same length.
 NO_PADDING = Padding({}, {}, {})
@@ -63,44 +87,6 @@ def rows_of(feeds: Mapping[str, Array]) -> int:
     """Rows of a request: those of its first input, which has a batch axis wherever requests are joined."""
     first = next(iter(feeds.values()))
     return len(first) if first.ndim else 1
-
-
-def joining_key(feeds: Mapping[str, Array], padding: Padding = NO_PADDING) -> Key:
-    """Equal for requests that differ only in their number of rows and in what `padding` pads.
-
-    feeds: all inputs of the model.
-    """
-
-    def sizes(name: str) -> tuple[int, ...]:
-        free = (0, padding.inputs.get(name))
-        return tuple(size for axis, size in enumerate(feeds[name].shape) if axis not in free)
-
-    return tuple(sizes(name) for name in sorted(feeds))
-
-
-def joined_feeds(feeds: Sequence[Mapping[str, Array]], padding: Padding = NO_PADDING) -> Mapping[str, Array]:
-    """The feeds of several requests as one batch, of the length of the longest. A padded attention mask is 0."""
-    if len(feeds) == 1:
-        return feeds[0]
-    return {name: joined_rows([one[name] for one in feeds], padding.values.get(name, 0)) for name in feeds[0]}
-
-
-def split_outputs(
-    outputs: Mapping[str, Array], feeds: Sequence[Mapping[str, Array]], padding: Padding = NO_PADDING
-) -> list[Mapping[str, Array]]:
-    """The outputs of each request, as views. feeds: of the requests that were joined."""
-    if len(feeds) == 1:
-        return [outputs]
-    parts: list[Mapping[str, Array]] = []
-    start = 0
-    for one in feeds:
-        rows, length = slice(start, start := start + rows_of(one)), slice(padding.length_of(one))
-        part = {}
-        for name, array in outputs.items():
-            axis = padding.outputs.get(name)
-            part[name] = array[rows] if axis is None else array[(rows, *[slice(None)] * (axis - 1), length)]
-        parts.append(part)
-    return parts
 
 
 def padding_share(rows: Sequence[int], lengths: Sequence[int]) -> float:
@@ -116,8 +102,6 @@ Outputs = Mapping[str, "Array"]
 # The outputs of a request, or its error.
 Outcome = Outputs | EffexportError
 Run = Callable[[Mapping[str, "Array"]], Outputs]
-# Done when the client of a request has gone.
-Gone = asyncio.Future[None]
 # What reads or writes more is done in another thread, because no other request is read in the meantime.
 THREAD_BYTES = 64 << 10
 
@@ -132,23 +116,9 @@ class Job:
         self.feeds = feeds
         self.rows = rows_of(feeds)
         self.length = padding.length_of(feeds)
-        self.key = joining_key(feeds, padding)
+        self.key = padding.key_of(feeds)
         self.enqueued = time.perf_counter()
         self.answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
-
-    async def first_of(self, gone: Gone, timeout_s: float) -> Outputs:
-        """The outputs. Raises ClientGoneError, or RequestError if the run does not start in time."""
-        timeout: float | None = timeout_s
-        while True:
-            either: tuple[asyncio.Future[Any], ...] = (self.answer, gone)
-            done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if self.answer in done:
-                return self.answer.result()
-            if gone in done:
-                raise ClientGoneError
-            if not self.started:
-                raise waited_too_long()
-            timeout = None  # the run has started and cannot be stopped
 
 
 def first_batch(waiting: Sequence[Job], fits: Callable[[Sequence[Job]], bool]) -> list[Job]:
@@ -215,6 +185,7 @@ class Batcher(Queue[Job]):
         self._metrics = metrics
         self._joins = joins
         self._padding = padding
+        metrics.add_queue()
         self._busy_s = 0.01  # duration of recent runs, for Retry-After
         metrics.queue_depth.set_function(lambda: len(self._waiting))
         super().__init__("effexport-runner", *[self._work] * (settings.concurrent_runs or 1))
@@ -236,14 +207,17 @@ class Batcher(Queue[Job]):
         self.add(job)
         return job
 
-    async def outputs(self, feeds: Mapping[str, Array], timeout_s: float, gone: Gone) -> Outputs:
+    async def outputs(self, feeds: Mapping[str, Array], timeout_s: float) -> Outputs:
         """Queue a request and wait for its outputs.
 
-        Raises ClientGoneError, or RequestError if the queue is full or the run does not start in time.
+        Raises RequestError if the queue is full or the run does not start in time.
         """
         job = self.submit(feeds)
         try:
-            return await job.first_of(gone, timeout_s)
+            await asyncio.wait([job.answer], timeout=timeout_s)
+            if not (job.answer.done() or job.started):
+                raise waited_too_long()
+            return await job.answer  # a run that has started cannot be stopped
         finally:
             if not job.answer.done():
                 self.withdraw(job)
@@ -260,7 +234,14 @@ class Batcher(Queue[Job]):
     def _work(self) -> None:
         while batch := self._take():
             started = time.perf_counter()
-            deliver(batch, self._outcomes(batch))
+            for job in batch:
+                job.started = True
+                self._metrics.queue_s.observe(started - job.enqueued)
+            outcomes = run_together(self._timed, batch, self._padding)
+            # In one call: for each, the threads would take turns, which costs as much again as all the rest of a small
+            # request. If the loop has ended, nobody waits for them.
+            with contextlib.suppress(RuntimeError):
+                batch[0].answer.get_loop().call_soon_threadsafe(settle, batch, outcomes)
             seconds = (time.perf_counter() - started) / len(batch)
             with self._changed:
                 self._busy_s += 0.2 * (seconds - self._busy_s)
@@ -268,29 +249,24 @@ class Batcher(Queue[Job]):
     def _take(self) -> list[Job]:
         """The oldest job and the jobs that may join it; empty when the server stops."""
         with self._changed:
-            while True:
+            while self._waiting or not self._closing:
+                delay_s = None
                 if self._waiting:
                     batch = first_batch(self._waiting, self._fits)
-                    if not self._is_worth_waiting(batch):
+                    delay_s = self._delay_s(batch)
+                    if delay_s <= 0:
                         for job in batch:
                             self._waiting.remove(job)
                         return batch
-                if not self._waiting:
-                    if self._closing:
-                        return []
-                    self._changed.wait()
+                self._changed.wait(delay_s)
+        return []
 
-    def _is_worth_waiting(self, batch: Sequence[Job]) -> bool:
-        """True if more jobs may still join a batch, after a wait for the next job or the end of the delay."""
-        delay_s = self.settings.batch_delay_ms / 1e3
-        if not (delay_s and self._joins) or self._closing:
-            return False
-        left = batch[0].enqueued + delay_s - time.perf_counter()
-        is_full = not self._has_room(sum(job.rows for job in batch) + 1, max(job.length for job in batch))
-        if is_full or left <= 0:
-            return False
-        self._changed.wait(left)
-        return True
+    def _delay_s(self, batch: Sequence[Job]) -> float:
+        """Seconds that a batch should wait for more jobs; 0 if none may join it."""
+        has_room = self._has_room(sum(job.rows for job in batch) + 1, max(job.length for job in batch))
+        if not (self._joins and has_room) or self._closing:
+            return 0.0
+        return batch[0].enqueued + self.settings.batch_delay_ms / 1e3 - time.perf_counter()
 
     def _fits(self, batch: Sequence[Job]) -> bool:
         rows, lengths = zip(*((one.rows, one.length) for one in batch), strict=True)
@@ -301,14 +277,6 @@ class Batcher(Queue[Job]):
         """True if requests may share a run of this size."""
         tokens = self.settings.max_run_tokens
         return rows <= self.settings.max_batch and (tokens is None or rows * length <= tokens)
-
-    def _outcomes(self, batch: Sequence[Job]) -> list[Outcome]:
-        """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
-        started = time.perf_counter()
-        for job in batch:
-            job.started = True
-            self._metrics.queue_s.observe(started - job.enqueued)
-        return run_together(self._timed, batch, self._padding)
 
     def _timed(self, feeds: Mapping[str, Array]) -> Outputs:
         started = time.perf_counter()
@@ -329,31 +297,18 @@ def run_together(run: Run, batch: Sequence[Job], padding: Padding = NO_PADDING) 
     """The outputs of requests that run as one batch. If it fails, they run one by one, and some get their error."""
     feeds = [one.feeds for one in batch]
     try:
-        return list(split_outputs(run(joined_feeds(feeds, padding)), feeds, padding))
+        return [run(feeds[0])] if len(batch) == 1 else [*padding.split(run(padding.joined(feeds)), feeds)]
     except Exception as error:  # the thread must survive anything that a runtime raises
-        if len(batch) == 1:
-            return [expected_error(error)]
-    return [outcome for one in batch for outcome in run_together(run, [one], padding)]
+        if len(batch) > 1:
+            return [outcome for one in batch for outcome in run_together(run, [one], padding)]
+        if isinstance(error, EffexportError):
+            return [error]
+        logger.error("a run failed unexpectedly", exc_info=error)
+        return [RequestError("the run failed unexpectedly; the log of the server says why", FAILED)]
 
 
 def waited_too_long() -> RequestError:
     return RequestError("the request waited too long for the runner; try again later", WAITED_TOO_LONG)
-
-
-def expected_error(error: Exception) -> EffexportError:
-    """The error of a run for its client; an unexpected one is logged instead."""
-    if isinstance(error, EffexportError):
-        return error
-    logger.error("a run failed unexpectedly", exc_info=error)
-    return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
-
-
-def deliver(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
-    """Hand outcomes to the event loop in one call: for each, the threads would take turns, which costs as much again
-    as all the rest of a small request. If the loop has ended, nobody waits for them."""
-
-    with contextlib.suppress(RuntimeError):
-        jobs[0].answer.get_loop().call_soon_threadsafe(settle, jobs, outcomes)
 
 
 def settle(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
@@ -367,9 +322,9 @@ def settle(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
             job.answer.set_result(outcome)
 
 
-async def aside(size: int, call: Callable[[], Result]) -> Result:
-    """The result of a call that reads or writes so many bytes, in another thread if they are many."""
-    return await asyncio.to_thread(call) if size > THREAD_BYTES else call()
+async def aside(size: int, call: Callable[[], Result], most: int = THREAD_BYTES) -> Result:
+    """The result of a call that reads or writes so many bytes, in another thread if they are more than `most`."""
+    return await asyncio.to_thread(call) if size > most else call()
 
 
 class TextMemory:
@@ -403,8 +358,7 @@ class TextMemory:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Limits for the texts of one request, which wait for memory and runs, and no longer than their client does."""
+    """Limits for the texts of one request, which wait for memory and runs."""
 
     timeout_s: float
-    gone: Gone
     memory: TextMemory

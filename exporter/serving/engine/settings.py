@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from effexport.base.errors import UserError
 from effexport.base.formatting import bytes_from_text, tokens_from_text
 from effexport.base.machine import STATUS
 from effexport.base.option_fields import A_NUMBER, Option, option, options_of
-from effexport.base.runtimes import CPU
 from effexport.keyless import IdentityOptions, as_given
-
-if TYPE_CHECKING:
-    from effexport.base.runtimes import Runtime
 
 TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
 # Longest sequence if neither the model nor --max-seq-len limits it.
 DEFAULT_MAX_SEQ_LEN = 16384
 # Number of request bodies of the largest size that may be in memory at once, complete or not.
 BODIES_IN_MEMORY = 4
-# Tokens that keep a core busy: beyond it, a token in a larger run was measured to cost no less.
-RUN_TOKENS_PER_CORE = 256
 
 # Of a model: valid as a folder name, in a URL, and in the command line that starts Triton's Python processes.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -54,7 +47,7 @@ TEXT_CHARACTERS_IN_MEMORY = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings(IdentityOptions):
-    """Limits and waiting times of a server; `resolved` chooses those that depend on the machine."""
+    """Limits and waiting times of a server; None leaves those that depend on the machine to it."""
 
     identity: str | Path | None = option(
         None,
@@ -110,18 +103,6 @@ class ServingSettings(IdentityOptions):
             raise UserError(
                 "the token is empty or has characters that an HTTP header cannot contain; expected printable ASCII"
             )
-
-    def resolved(self, runtime: Runtime, cores: int) -> ServingSettings:
-        """The settings with what depends on the machine. cores: those that the runtime may use.
-
-        More rows than keep all cores busy cost memory and latency for nothing, so there is a limit of tokens on a CPU.
-        Two runs at once keep short requests from waiting for a long one, and waste less of a busy machine than one with
-        more threads; this was measured in ONNX Runtime only.
-        """
-        on_cpu = runtime.device == "cpu"
-        tokens = self.max_run_tokens or (RUN_TOKENS_PER_CORE * cores if on_cpu else None)
-        runs = self.concurrent_runs or (min(2, cores) if runtime.provider == CPU else 1)
-        return replace(self, max_run_tokens=tokens, concurrent_runs=runs)
 
     @property
     def max_bytes_in_memory(self) -> int:

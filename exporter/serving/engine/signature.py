@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from effexport.base.dtypes import DTYPES, TensorInfo
+from effexport.base.dtypes import DTYPES, Array, TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
-from effexport.models.validation import did_you_mean, shown
+from effexport.models.validation import shown
 from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec, longest_text
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, MAX_TEXT_BYTES, MAX_TEXTS, ServingSettings
 from effexport.tasks.sampling import STREAM, Sampling, sampling_from_options
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from effexport.base.dtypes import Array
 
 # The protocol has no JSON for these: they travel as binary data only.
 BINARY_ONLY = ("FP16", "BF16")
@@ -93,15 +88,6 @@ def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> ServedSig
     return ServedSignature(spec.inputs, spec.outputs, limits, {"batch": settings.max_batch, "seq": longest})
 
 
-def unknown_name(name: str, names: Sequence[str], kind: str) -> RequestError:
-    return RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
-
-
-def example_shape(tensor: TensorInfo, sizes: Mapping[str, int]) -> list[int]:
-    """A shape that a model takes; sizes: of axes by name, 2 for others."""
-    return [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
-
-
 @dataclass(frozen=True)
 class PackagedSignature:
     """Inputs and outputs of a model of Triton. optional: names of inputs that a request may leave out."""
@@ -109,16 +95,6 @@ class PackagedSignature:
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     optional: frozenset[str] = frozenset()
-
-    def with_texts(self, max_batch: int) -> PackagedSignature:
-        """Also takes a text for each row of a batch, in place of the tensors, and returns its answer.
-
-        max_batch: of the model; 0 if Triton does not batch its requests.
-        """
-        dims: tuple[int | str, ...] = ("batch", 1) if max_batch else ("batch",)
-        text, context, answer = (TensorInfo(name, STRING, dims) for name in (TEXT, CONTEXT, ANSWER))
-        inputs = (*self.inputs, text, context)
-        return PackagedSignature(inputs, (*self.outputs, answer), frozenset(tensor.name for tensor in inputs))
 
 
 OPTIONS = (

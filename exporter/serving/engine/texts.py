@@ -10,29 +10,26 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from effexport.base.dtypes import Array
 from effexport.base.errors import UserError
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.runners.decode import Graph
-from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, ClientGoneError, RequestError
+from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError
+from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Outputs, Queue, Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import ANSWER, CONTEXT, TEXT, named_by, objects
+from effexport.serving.engine.signature import ANSWER, CONTEXT, FINISH_REASON, TEXT, TEXT_OUTPUT, named_by, objects
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import DEFAULT_OPTIONS, TEXT_OPTIONS, PreparedText, Task, TextOptions, joined_outputs
 from effexport.tasks.tasks import Embedding
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.serving.engine.metrics import Metrics
-    from effexport.tasks.text_generator import Piece, Session, TextGenerator
-
+from effexport.tasks.text_generator import Piece, Session, TextGenerator
 
 # Shorter texts and prompts are tokenised in less than a millisecond.
 THREAD_CHARACTERS = 2048
@@ -52,12 +49,12 @@ class Texts:
         at_once: int,
     ) -> None:
         self._task_of = task_of
-        self._default = task_of(DEFAULT_OPTIONS)
+        task = task_of(DEFAULT_OPTIONS)
         self._run = run
         self._max_batch = max_batch
         self._at_once = at_once
-        self.name = self._default.name
-        self.is_embedding = isinstance(self._default, Embedding)
+        self.name = task.name
+        self.is_embedding = isinstance(task, Embedding)
         # names and datatypes of the outputs
         self.outputs = {ANSWER: "BYTES", **({EMBEDDING: "FP32"} if self.is_embedding else {})}
 
@@ -79,9 +76,9 @@ class Texts:
     ) -> dict[str, Array]:
         """The wanted outputs for texts, or for pairs of texts: answers as JSON, and vectors in float32.
 
-        Raises ClientGoneError, or UserError with the index of a text that cannot be answered.
+        Raises as `answers`.
         """
-        found = await self._answers(self._task_of(options), texts, wanted, waiting)
+        found = await self.answers(texts, wanted, options, waiting)
         outputs: dict[str, Array] = {}
         if ANSWER in wanted:
             outputs[ANSWER] = objects([msgspec.json.encode(one[ANSWER]) for one in found])
@@ -89,22 +86,20 @@ class Texts:
             outputs[EMBEDDING] = np.stack([one[EMBEDDING] for one in found])
         return outputs
 
-    async def embeddings_of(self, inputs: Sequence[str | tuple[int, ...]], waiting: Waiting) -> list[Any]:
-        """{embedding, tokens} of each text, or of tokens that the client has made. Raises as `outputs_of`."""
-        found = await self._answers(self._default, [(one, None) for one in inputs], (ANSWER,), waiting)
-        return [one[ANSWER] for one in found]
-
-    async def _answers(
-        self, task: Task, texts: Sequence[tuple[Any, str | None]], wanted: Iterable[str], waiting: Waiting
+    async def answers(
+        self, texts: Sequence[tuple[Any, str | None]], wanted: Iterable[str], options: TextOptions, waiting: Waiting
     ) -> list[dict[str, Any]]:
-        places = asyncio.Semaphore(self._at_once)
+        """The wanted outputs for each text, or for tokens that the client has made.
+
+        Raises UserError with the index of a text that cannot be answered.
+        """
+        task, places = self._task_of(options), asyncio.Semaphore(self._at_once)
         sizes = [len(text) + len(pair or "") for text, pair in texts]
 
         async def one(index: int) -> dict[str, Any]:
             with named_by(index, len(texts)):
                 async with places, waiting.memory.holding(sizes[index], waiting.timeout_s):
-                    prepare = partial(task.prepare, *texts[index])
-                    prepared = await asyncio.to_thread(prepare) if sizes[index] > THREAD_CHARACTERS else prepare()
+                    prepared = await aside(sizes[index], partial(task.prepare, *texts[index]), THREAD_CHARACTERS)
                     return await self._answer(task, prepared, wanted, waiting)
 
         # texts of similar length follow each other, so that more of them share a run
@@ -142,49 +137,61 @@ logger = logging.getLogger("effexport.serving")
 class Stream:
     """The pieces of one text, for the event loop that asked for it. `close` ends the generation, in any state.
 
-    counted: the tokens that are in the metrics.
+    counted: the tokens that are in the metrics. changed: set when `pieces` should look for what is new.
     """
 
     counted = 0
 
     def __init__(self, session: Session, timeout_s: float | None, on_close: Callable[[], None]) -> None:
         self.session = session
-        self.loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._on_close = on_close
-        self._client_gone = False
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
+
+    async def answers(
+        self, *, in_pieces: bool, check_client: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The fields of answers: one with the whole text, or one for each new part. The last says how the text ended.
+
+        check_client: called whenever there is more text; it may raise ClientGoneError. Raises as `pieces`.
+        """
+        pieces: list[Piece] = []
+        reason = None
+        while reason is None:
+            pieces += await self.pieces()
+            check_client()
+            reason = pieces[-1].finish_reason
+            # the text of a token that ends inside a character comes with a later token
+            if reason is not None or (in_pieces and any(piece.text for piece in pieces)):
+                answer: dict[str, Any] = {
+                    TEXT_OUTPUT: "".join(piece.text for piece in pieces),
+                    "tokens": [piece.token for piece in pieces if piece.finish_reason != "eos"],
+                }
+                if reason is not None:
+                    prompt_tokens, seed = len(self.session.prompt), self.session.seed
+                    answer |= {FINISH_REASON: reason, "prompt_tokens": prompt_tokens, "seed": seed}
+                yield answer
+                pieces = []
 
     async def pieces(self) -> list[Piece]:
         """The next pieces, at least one; not called after the last.
 
-        Raises RequestError if there are none in time or the model failed, and ClientGoneError.
+        Raises RequestError if there are none in time or the model failed.
         """
         session = self.session
         try:
             # a limit takes as long as the rest of this, for each token
             async with contextlib.nullcontext() if self._timeout_s is None else asyncio.timeout(self._timeout_s):
                 while not session.pieces:
-                    if self._client_gone:
-                        raise ClientGoneError
                     if session.error is not None:
                         logger.error("a text could not be continued: %s", session.error)
                         raise RequestError(str(session.error), FAILED)
-                    await self._changed.wait()
-                    self._changed.clear()
+                    await self.changed.wait()
+                    self.changed.clear()
         except TimeoutError:
             message = f"no token came within {self._timeout_s:g} s; try again later"
             raise RequestError(message, WAITED_TOO_LONG) from None
         return [session.pieces.popleft() for _ in range(len(session.pieces))]
-
-    def wake(self) -> None:
-        """Let `pieces` look for what is new."""
-        self._changed.set()
-
-    def client_gone(self) -> None:
-        """Let `pieces` raise ClientGoneError after the pieces that there are."""
-        self._client_gone = True
-        self.wake()
 
     def close(self) -> None:
         self.session.cancel()
@@ -236,21 +243,18 @@ class Generations(Queue[Stream]):
         """Begin a text. Raises UserError for a prompt that cannot be continued, or if there are too many texts."""
         # before the prompt is read, so that of a crowd no more prompts are in memory than may be continued
         self.refuse_if_full()
+        self._loop = asyncio.get_running_loop()
         place = object()
         self._places.add(place)
         try:
-            session = await self._session(prompt, sampling)
+            begin = partial(self._generator.session, prompt, sampling)
+            session = await aside(len(prompt), begin, THREAD_CHARACTERS)
             stream = Stream(session, self._timeout_s, lambda: self._places.discard(place))
             self.add(stream)
         except BaseException:
             self._places.discard(place)
             raise
         return stream
-
-    async def _session(self, prompt: str, sampling: Sampling) -> Session:
-        if len(prompt) > THREAD_CHARACTERS:
-            return await asyncio.to_thread(self._generator.session, prompt, sampling)
-        return self._generator.session(prompt, sampling)
 
     def close(self) -> None:
         """Finish the accepted texts or drop them, then stop and close the generator."""
@@ -277,19 +281,17 @@ class Generations(Queue[Stream]):
                 self._stepped(streams, time.perf_counter() - started)
 
     def _stepped(self, streams: Sequence[Stream], seconds: float) -> None:
-        """Count a step, and wake those who wait for its texts, in one call for each event loop."""
+        """Count a step, and wake those who wait for its texts, in one call."""
         if self._metrics is not None:
             self._metrics.step_s.observe(seconds)
             for stream in streams:
                 self._metrics.tokens.inc(stream.session.count - stream.counted)
                 stream.counted = stream.session.count
 
-        def wake(loop: asyncio.AbstractEventLoop) -> None:
+        def wake() -> None:
             for stream in streams:
-                if stream.loop is loop:
-                    stream.wake()
+                stream.changed.set()
 
-        for loop in {stream.loop for stream in streams}:
-            # if the loop has ended, nobody waits for its texts
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(wake, loop)
+        # if the loop has ended, nobody waits for its texts
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(wake)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
-from effexport.base.dtypes import DTYPES, numpy_dtype
+from effexport.base.dtypes import DTYPES, Array, TensorInfo, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.engine.errors import TOO_LARGE, RequestError
 from effexport.serving.engine.signature import (
@@ -24,12 +23,8 @@ from effexport.serving.engine.signature import (
     objects,
     protocol_type,
     texts_of_inputs,
-    unknown_name,
 )
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array, TensorInfo
-
+from effexport.tasks.sampling import unknown_name
 
 # Lists, objects and strings of a request, roughly. Nested tensors have a list for each row.
 MAX_JSON_PIECES = 1 << 21
@@ -70,7 +65,7 @@ def infer_request(
     left = memoryview(body)[length:]
     for value in objects_named(fields, "inputs"):
         if value["name"] not in tensors:
-            raise unknown_name(value["name"], [tensor.name for tensor in signature.inputs], "input")
+            raise unknown_name("input", value["name"], [tensor.name for tensor in signature.inputs])
         tensor = tensors[value["name"]]
         inputs[tensor.name], size = input_from_fields(value, tensor, signature, left)
         left = left[size:]
@@ -110,8 +105,13 @@ def input_from_fields(
     if size is None:
         flat = flat_elements(value["data"], tensor.name, shape)
         array = objects(flat) if is_text else array_from_json(flat, tensor, shape)
+    elif type(size) is not int or not 0 <= size <= len(left):
+        raise RequestError(
+            f"{owner} has binary_data_size {shown(size)}; the body has {len(left)} bytes left: send "
+            "Inference-Header-Content-Length, and all of the data after the JSON"
+        )
     else:
-        array = (strings_from_binary if is_text else array_from_binary)(tensor, shape, left, size)
+        array = (strings_from_binary if is_text else array_from_binary)(tensor, shape, left[:size])
     # NaN and infinity, to which no model has an answer; JSON has them as too large numbers
     if array.dtype.kind in "fV" and not np.isfinite(array).all():
         raise RequestError(
@@ -207,7 +207,7 @@ def outputs_from_fields(
             wanted[value["name"]] = flag(parameters_of(value, owner), "binary_data", default, owner)
     for name, binary in wanted.items():
         if name not in datatypes:
-            raise unknown_name(name, list(datatypes), "output")
+            raise unknown_name("output", name, list(datatypes))
         if datatypes[name] in BINARY_ONLY and not binary:
             raise RequestError(
                 f"output {name!r} is {datatypes[name]}, which JSON cannot represent; ask for it with binary_data: true"
@@ -273,21 +273,16 @@ def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
     return level
 
 
-def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryview, size: Any) -> Array:
+def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryview) -> Array:
     """The input as a view of the body, or as a copy if its bytes are not aligned to the element size."""
     dtype = numpy_dtype(tensor.dtype)
     expected = math.prod(shape) * dtype.itemsize
-    if type(size) is not int or size != expected:
+    if len(data) != expected:
         raise RequestError(
-            f"input {tensor.name!r} has binary_data_size {shown(size)}; expected {expected}, the bytes of "
+            f"input {tensor.name!r} has binary_data_size {len(data)}; expected {expected}, the bytes of "
             f"{tensor.dtype} {list(shape)}"
         )
-    if size > len(data):
-        raise RequestError(
-            f"input {tensor.name!r} needs {size} bytes of binary data; the body has {len(data)} left: "
-            "send Inference-Header-Content-Length, and all of the data after the JSON"
-        )
-    raw = np.frombuffer(data, np.uint8, size)
+    raw = np.frombuffer(data, np.uint8)
     if tensor.dtype == "bool" and raw.max() > 1:
         raise RequestError(f"binary data of input {tensor.name!r} holds {raw.max()}; expected 0 and 1 for BOOL")
     array: Array = np.require(raw.view(dtype), requirements="A").reshape(shape)
@@ -304,25 +299,22 @@ def shape_of_texts(tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def strings_from_binary(tensor: TensorInfo, shape: tuple[int, ...], left: memoryview, size: Any) -> Array:
+def strings_from_binary(tensor: TensorInfo, shape: tuple[int, ...], view: memoryview) -> Array:
     """Strings in UTF-8, each after its size in four bytes, little-endian."""
-    name, count = tensor.name, shape[0]
-    if type(size) is not int or not 0 <= size <= len(left):
-        raise RequestError(f"input {name!r} has binary_data_size {shown(size)}; the body has {len(left)} bytes left")
-    data = bytes(left[:size])
+    name, count, data = tensor.name, shape[0], bytes(view)
     texts: list[bytes] = []
-    offset = 0
+    end = 0
     for index in range(count):
-        (length,) = struct.unpack_from("<I", data, offset) if offset + 4 <= len(data) else (len(data),)
-        offset += 4 + length
-        if offset > len(data):
+        start = end + 4
+        end = start + int.from_bytes(data[end:start], "little")
+        if end > len(data):
             raise RequestError(
                 f"binary data of input {name!r} ends within element {index}; expected {count} strings, each after its "
                 "size in four bytes, little-endian"
             )
-        texts.append(data[offset - length : offset])
-    if offset != len(data):
-        raise RequestError(f"binary data of input {name!r} has {len(data) - offset} bytes after its {count} strings")
+        texts.append(data[start:end])
+    if end != len(data):
+        raise RequestError(f"binary data of input {name!r} has {len(data) - end} bytes after its {count} strings")
     return objects(texts)
 
 

@@ -5,8 +5,9 @@ the model repository), and OpenAI's API as far as a server of encoders has it (e
 from __future__ import annotations
 
 import base64
+import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,16 +16,17 @@ import numpy as np
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from effexport.base.dtypes import Array
 from effexport.base.errors import UserError
 from effexport.base.version import __version__
 from effexport.models.validation import shown
-from effexport.serving.engine.errors import UNAUTHORIZED, ClientGoneError, Refusal, RequestError, stopping
+from effexport.serving.engine.errors import UNAUTHORIZED, Refusal, RequestError, stopping
 from effexport.serving.engine.metrics import exposition
-from effexport.serving.engine.queue import Gone, Waiting, aside
+from effexport.serving.engine.queue import Waiting, aside
 from effexport.serving.engine.settings import MAX_TEXTS
-from effexport.serving.engine.signature import TEXT_INPUT, generation_request, text_of
-from effexport.serving.engine.texts import Stream
+from effexport.serving.engine.signature import ANSWER, TEXT_INPUT, generation_request, text_of
 from effexport.serving.http.bodies import (
     InferRequest,
     answer_from_outputs,
@@ -35,16 +37,12 @@ from effexport.serving.http.bodies import (
     parameters_of,
     parsed_object,
 )
-from effexport.serving.http.service import ENCODINGS, Endpoint, Service, compressed, json_response, watched
-from effexport.tasks.task import TEXT_OPTIONS, options_from_parameters
+from effexport.serving.http.service import ENCODINGS, Endpoint, Service, json_response, watched
+from effexport.tasks.sampling import Sampling
+from effexport.tasks.task import DEFAULT_OPTIONS, TEXT_OPTIONS, options_from_parameters
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-    from effexport.base.dtypes import Array
     from effexport.serving.http.models import ServedModel
-    from effexport.tasks.sampling import Sampling
-    from effexport.tasks.text_generator import Piece
 
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")
@@ -118,20 +116,17 @@ async def fields_of(service: Service, request: Request) -> dict[str, Any]:
         return await service.parsed(len(body), read) if body else {}
 
 
-HEADER_LENGTH = "inference-header-content-length"
-
-
 async def infer(service: Service, request: Request) -> Response:
     """Answer an infer request. Raises RequestError if it is refused, ClientGoneError if the client has gone."""
     with service.using(request) as model:
         # before its body is read, so that an overloaded server refuses at once
         model.batcher.refuse_if_full()
         async with service.body_of(request) as body:
-            length = json_length(body, request.headers.get(HEADER_LENGTH))
+            length = json_length(body, request.headers.get("Inference-Header-Content-Length"))
             read = partial(infer_request, body, length, model.signature, lambda: model.texts.outputs)
             wanted = await service.parsed(length, read)
-            with watched(request.receive) as gone:
-                outputs = await outputs_from_wanted(wanted, model, gone, service)
+            with watched(request.receive):
+                outputs = await outputs_from_wanted(wanted, model, service)
         size, headers = sum(array.nbytes for array in outputs.values()), {}
         write = partial(answer_from_outputs, wanted, outputs, model.name, model.version)
         body, header_length = await aside(size, write)
@@ -142,20 +137,19 @@ async def infer(service: Service, request: Request) -> Response:
         encoding = request.headers.get("accept-encoding", "").strip().lower()
         if encoding in ENCODINGS:
             headers |= {"Content-Encoding": encoding, "Vary": "Accept-Encoding"}
-            body = await aside(len(body), partial(compressed, body, encoding))
+            # fast rather than well: answers hardly get smaller
+            body = await aside(len(body), partial(zlib.compress, body, 1, ENCODINGS[encoding]))
         kind = "application/json" if header_length is None else "application/octet-stream"
         return Response(body, headers=headers, media_type=kind)
 
 
-async def outputs_from_wanted(
-    wanted: InferRequest, model: ServedModel, gone: Gone, service: Service
-) -> Mapping[str, Array]:
+async def outputs_from_wanted(wanted: InferRequest, model: ServedModel, service: Service) -> Mapping[str, Array]:
     """Run a request. Raises as `infer`."""
     longest_s = model.settings.timeout_s
     timeout_s = min(longest_s, wanted.timeout_s or longest_s)
     if not wanted.texts:
-        return await model.batcher.outputs(wanted.feeds, timeout_s, gone)
-    waiting = Waiting(timeout_s, gone, service.text_memory)
+        return await model.batcher.outputs(wanted.feeds, timeout_s)
+    waiting = Waiting(timeout_s, service.text_memory)
     given = {name: wanted.parameters[name] for name in TEXT_OPTIONS if wanted.parameters.get(name) is not None}
     return await model.texts.outputs_of(wanted.texts, wanted.outputs, options_from_parameters(given), waiting)
 
@@ -184,59 +178,37 @@ EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 async def generate(service: Service, request: Request) -> Response:
     """Answer with a whole text."""
     with ExitStack() as stack:
-        text = await begun_text(service, request, stack, streaming=False)
-        pieces = await text.stream.pieces()
-        while pieces[-1].finish_reason is None:
-            pieces += await text.stream.pieces()
-        return json_response(text.answer(pieces))
+        answers = await begun_text(service, request, stack, in_pieces=False)
+        with watched(request.receive):
+            return json_response(await anext(answers))
 
 
 async def generate_stream(service: Service, request: Request) -> Response:
     """Answer with a text as server-sent events."""
     with ExitStack() as stack:
-        text = await begun_text(service, request, stack, streaming=True)
-        # what fails before the first token is answered with a status
-        first = await text.stream.pieces()
-        return EventStream(text, first, stack.pop_all())
+        answers = await begun_text(service, request, stack, in_pieces=True)
+        # what fails before the first text is answered with a status
+        with watched(request.receive):
+            first = await anext(answers)
+        return EventStream(first, answers, stack.pop_all())
 
 
-async def begun_text(service: Service, request: Request, stack: ExitStack, *, streaming: bool) -> Text:
-    """Begin the text that a request asks for. The model stays in use until the stack is closed."""
+async def begun_text(
+    service: Service, request: Request, stack: ExitStack, *, in_pieces: bool
+) -> AsyncIterator[dict[str, Any]]:
+    """Begin the text that a request asks for. Returns its answers; the model stays in use until the stack is closed."""
     model = stack.enter_context(service.using(request))
     # before the body is read, so that an overloaded server refuses at once
     model.generations.refuse_if_full()
     async with service.body_of(request) as body:
-        read = partial(generate_request, body, streaming=streaming)
+        read = partial(generate_request, body, streaming=in_pieces)
         text, sampling, identifier = await service.parsed(len(body), read)
     stream = await model.generations.submit(text, sampling)
     stack.callback(stream.close)
-    gone = stack.enter_context(watched(request.receive))
-    gone.add_done_callback(lambda _: stream.client_gone())
-    return Text(model, stream, identifier)
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text that a client waits for. id: of its request."""
-
-    model: ServedModel
-    stream: Stream
-    id: str | None = None
-
-    def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The answer with pieces of the text: all of them, or those of one event. The last says how it ended."""
-        answer: dict[str, Any] = {
-            "model_name": self.model.name,
-            "model_version": self.model.version,
-            "text_output": "".join(piece.text for piece in pieces),
-            "tokens": [piece.token for piece in pieces if piece.finish_reason != "eos"],
-        }
-        if self.id is not None:
-            answer["id"] = self.id
-        if (reason := pieces[-1].finish_reason) is not None:
-            session = self.stream.session
-            answer |= {"finish_reason": reason, "prompt_tokens": len(session.prompt), "seed": session.seed}
-        return answer
+    fields = {"model_name": model.name, "model_version": model.version}
+    if identifier is not None:
+        fields["id"] = identifier
+    return ({**fields, **answer} async for answer in stream.answers(in_pieces=in_pieces))
 
 
 class EventStream(StreamingResponse):
@@ -244,26 +216,21 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, text: Text, first: list[Piece], until_end: ExitStack) -> None:
-        super().__init__(events_of(text, first), headers=EVENT_HEADERS)
+    def __init__(self, first: Mapping[str, Any], others: AsyncIterator[dict[str, Any]], until_end: ExitStack) -> None:
+        super().__init__(events_of(first, others), headers=EVENT_HEADERS)
         self._until_end = until_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._until_end, suppress(ClientGoneError):
+        with self._until_end:
             await super().__call__(scope, receive, send)
 
 
-async def events_of(text: Text, pieces: list[Piece]) -> AsyncIterator[bytes]:
-    """Server-sent events with all pieces of a text, and an error that ends it early."""
+async def events_of(first: Mapping[str, Any], others: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Server-sent events with all answers to a text, and an error that ends it early."""
+    yield event(first)
     try:
-        while True:
-            # the text of a token that ends inside a character comes with a later token
-            if pieces[-1].finish_reason is not None or any(piece.text for piece in pieces):
-                yield event(text.answer(pieces))
-                if pieces[-1].finish_reason is not None:
-                    return
-                pieces = []
-            pieces = [*pieces, *await text.stream.pieces()]
+        async for answer in others:
+            yield event(answer)
     except RequestError as error:
         yield event({"error": str(error)})
 
@@ -385,11 +352,13 @@ async def one_model(service: Service, request: Request) -> Response:
 async def embeddings(service: Service, request: Request) -> Response:
     async with service.body_of(request) as body:
         wanted = await service.parsed(len(body), partial(embedding_request, body))
-        with service.using(request, wanted.model) as model, watched(request.receive) as gone:
+        with service.using(request, wanted.model) as model:
             check_embeds(model, wanted)
-            waiting = Waiting(service.settings.timeout_s, gone, service.text_memory)
-            answers = await model.texts.embeddings_of(wanted.inputs, waiting)
-    return json_response(embedding_answer(wanted, answers))
+            waiting = Waiting(service.settings.timeout_s, service.text_memory)
+            inputs = [(one, None) for one in wanted.inputs]
+            with watched(request.receive):
+                found = await model.texts.answers(inputs, (ANSWER,), DEFAULT_OPTIONS, waiting)
+    return json_response(embedding_answer(wanted, [one[ANSWER] for one in found]))
 
 
 def check_embeds(model: ServedModel, wanted: EmbeddingRequest) -> None:

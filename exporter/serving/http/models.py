@@ -10,41 +10,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from effexport.artifact import DECODE_STEP, MANIFEST, MODEL, PREFILL, Artifact, open_artifact
-from effexport.base.dtypes import numpy_dtype
+from effexport.base.dtypes import Array, numpy_dtype
 from effexport.base.environment import usable_cores
 from effexport.base.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.base.formatting import listed, memory
 from effexport.base.machine import give_back_freed, status_bytes
-from effexport.base.runtimes import RUNTIMES, engine_name
+from effexport.base.runtimes import CPU, RUNTIMES, Runtime, engine_name
 from effexport.base.spec import MASK_NAME, is_optional
+from effexport.models.size_formula import shape_of
 from effexport.models.validation import shown
 from effexport.proof.check import Kind
 from effexport.runners.artifact_runner import decoder_from_artifact, runner_from_artifact
 from effexport.runners.options import RunOptions
+from effexport.runners.runner import Runner
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Outputs, Padding, Waiting, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, NAME, ServingSettings, checked_name
-from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
+from effexport.serving.engine.signature import ServedSignature, signature_from_spec
 from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
 from effexport.tasks.task import TOKENS, Task, TextOptions
 from effexport.tasks.tasks import tasks_from_artifact
-from effexport.tasks.text_generator import TextGenerator, generator_from_artifact, why_not_generated
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.base.runtimes import Runtime
-    from effexport.runners.runner import Runner
-
+from effexport.tasks.text_generator import generator_from_artifact, why_not_generated
 
 # The only version: an artifact is one version of a model.
 VERSION = "1"
+# Tokens that keep a core busy: beyond it, a token in a larger run was measured to cost no less.
+RUN_TOKENS_PER_CORE = 256
 
 
 class ServedModel:
@@ -82,7 +80,9 @@ class ServedModel:
         # so many that the next batch waits while one runs, and other requests find room
         at_once = max(1, min(2 * settings.max_batch, settings.queue_size // 2))
         self._texts = tasks if isinstance(tasks, str) else Texts(tasks, self._run, settings.max_batch, at_once)
-        self._generations: Generations | str = ""
+        self.implementation = runner.implementation
+        # or why there are none
+        self.generations_or_why: Generations | str = ""
         self._closed = False
         self._users = 0
         self._unused = asyncio.Event()
@@ -91,32 +91,19 @@ class ServedModel:
     async def _run(self, rows: Mapping[str, Array], waiting: Waiting) -> Outputs:
         """The outputs of rows of a text. Raises as `Batcher.outputs`, and RequestError for rows that are too long."""
         self.signature.check_size("seq", rows[TOKENS].shape[1])
-        return await self.batcher.outputs(self.signature.complete(rows), waiting.timeout_s, waiting.gone)
+        return await self.batcher.outputs(self.signature.complete(rows), waiting.timeout_s)
 
     @property
     def is_ready(self) -> bool:
-        runs = isinstance(self._generations, str) or self._generations.is_alive
+        runs = isinstance(self.generations_or_why, str) or self.generations_or_why.is_alive
         return not self._closed and self.batcher.is_alive and runs
-
-    def serve_generation(self, generator: TextGenerator | str) -> None:
-        """Generate texts too. generator: closed with the model, or why there is none. Raises what a runtime raises."""
-        settings = self.settings
-        self._generations = (
-            generator
-            if isinstance(generator, str)
-            else Generations(generator, settings.max_sessions, timeout_s=settings.timeout_s, metrics=self.metrics)
-        )
 
     @property
     def generations(self) -> Generations:
         """Raises RequestError for a model that does not generate text."""
-        if isinstance(self._generations, str):
-            raise RequestError(f"model {self.name!r} does not generate: {self._generations}")
-        return self._generations
-
-    @property
-    def implementation(self) -> Mapping[str, str]:
-        return self._runner.implementation
+        if isinstance(self.generations_or_why, str):
+            raise RequestError(f"model {self.name!r} does not generate: {self.generations_or_why}")
+        return self.generations_or_why
 
     @property
     def texts(self) -> Texts:
@@ -150,7 +137,7 @@ class ServedModel:
         """Zeros for the inputs that are not optional; every model accepts them."""
         sizes = {**self._model.axis_sizes, "batch": rows, "seq": seq_len}
         needed = [tensor for tensor in self.signature.inputs if not is_optional(tensor)]
-        return {one.name: np.zeros(example_shape(one, sizes), numpy_dtype(one.dtype)) for one in needed}
+        return {one.name: np.zeros(shape_of(one.dims, sizes), numpy_dtype(one.dtype)) for one in needed}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -171,8 +158,8 @@ class ServedModel:
     def close(self) -> None:
         self._closed = True
         self.batcher.close()
-        if not isinstance(self._generations, str):
-            self._generations.close()
+        if not isinstance(self.generations_or_why, str):
+            self.generations_or_why.close()
         self._runner.close()
 
 
@@ -241,18 +228,14 @@ class ModelRepository:
         found = await asyncio.to_thread(self._loadable.names) if self._loadable else []
         entries = []
         for name in dict.fromkeys([*self._models, *self._changes, *found]):
-            state, reason = self._state(name)
+            model = self._models.get(name)
+            state, reason = self._changes.get(name, (UNAVAILABLE, "not loaded") if model is None else (READY, ""))
+            if model is not None:
+                # whatever is said of a load that is under way or has failed
+                gone = UNAVAILABLE, "its runner has stopped; see the server's log"
+                state, reason = (READY, reason) if model.is_ready else gone
             entries.append({"name": name, "version": VERSION, "state": state, "reason": reason})
         return entries
-
-    def _state(self, name: str) -> tuple[str, str]:
-        model = self._models.get(name)
-        state, reason = self._changes.get(name, (UNAVAILABLE, "not loaded"))
-        if model is None:
-            return state, reason
-        if not model.is_ready:
-            return UNAVAILABLE, "its runner has stopped; see the server's log"
-        return READY, reason if name in self._changes else ""
 
     async def load(self, name: str) -> None:
         """Load a model, or load it again. If that fails, everything stays as it was, and the index has the reason.
@@ -317,22 +300,8 @@ class ModelRepository:
 async def retire(model: ServedModel) -> None:
     """Close a model that is no longer found by its name, when its last request is answered."""
     await model.unused()
-
-    def close() -> None:
-        model.close()
-        give_back_freed()
-
-    await asyncio.to_thread(close)
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raises UserError for models that have the same name."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(
-            f"several models have the name {listed(twice)}; expected different names: give each artifact its own with "
-            "--name, in the order of the artifacts"
-        )
+    await asyncio.to_thread(model.close)
+    await asyncio.to_thread(give_back_freed)
 
 
 Made = TypeVar("Made")
@@ -349,13 +318,20 @@ class ServingTarget:
     settings: ServingSettings
 
     def resolved(self) -> ServingTarget:
-        """With what depends on this machine: the limits of runs, and their threads."""
-        cores = self.options.threads or usable_cores()
-        settings = self.settings.resolved(RUNTIMES[self.options.runtime], cores)
-        runs = settings.concurrent_runs or 1
+        """With what depends on this machine: the limits of runs, and their threads.
+
+        More rows than keep all cores busy cost memory and latency for nothing, so there is a limit of tokens on a CPU.
+        Two runs at once keep short requests from waiting for a long one, and waste less of a busy machine than one with
+        more threads; this was measured in ONNX Runtime only.
+        """
+        cores, runtime = self.options.threads or usable_cores(), RUNTIMES[self.options.runtime]
+        tokens = self.settings.max_run_tokens or (RUN_TOKENS_PER_CORE * cores if runtime.device == "cpu" else None)
+        runs = self.settings.concurrent_runs or (min(2, cores) if runtime.provider == CPU else 1)
         # a run also computes in the thread that started it, so all runs together use every core
         options = self.options if runs == 1 else replace(self.options, threads=max(1, cores - runs + 1))
-        return replace(self, options=options, settings=settings)
+        return replace(
+            self, options=options, settings=replace(self.settings, max_run_tokens=tokens, concurrent_runs=runs)
+        )
 
     def load(self) -> ServedModel:
         """Open the artifact and warm it up in this process.
@@ -363,18 +339,20 @@ class ServingTarget:
         Raises UserError if it cannot be served, or takes more memory than the server may.
         """
         artifact, name = self.checked()
-        options, settings = self.resolved().options, self.resolved().settings
+        resolved = self.resolved()
+        options, settings = resolved.options, resolved.settings
         check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, options.runtime))
         tasks = made_or_why(tasks_from_artifact, artifact, name, EffexportError)
         runner = runner_from_artifact(artifact, options)
         model = ServedModel(runner, artifact, name, settings, RUNTIMES[options.runtime], tasks)
 
-        def generator(artifact: Artifact) -> TextGenerator:
-            return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, options))
+        def generations(artifact: Artifact) -> Generations:
+            generator = generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, options))
+            return Generations(generator, settings.max_sessions, timeout_s=settings.timeout_s, metrics=model.metrics)
 
         try:
             model.warm_up()
-            model.serve_generation(made_or_why(generator, artifact, name))
+            model.generations_or_why = made_or_why(generations, artifact, name)
             check_memory(name, self.settings.max_memory_bytes)
         except BaseException:
             model.close()
@@ -427,7 +405,11 @@ def repository_from_targets(
     each model.
     """
     names = [target.checked()[1] for target in targets]
-    check_names(names)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(
+            f"several models have the name {listed(twice)}; expected different names: give each artifact its own with "
+            "--name, in the order of the artifacts"
+        )
     models: list[ServedModel] = []
     try:
         for target in targets:

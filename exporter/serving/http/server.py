@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import orjson
 import uvicorn
@@ -22,17 +22,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from effexport.base.errors import EffexportError, UserError
 from effexport.serving.engine.errors import BAD_HEAD, CROWDED, UNAUTHORIZED, Refusal, RequestError, refusal_of
 from effexport.serving.http.endpoints import ENDPOINTS, OPENAI, openai_error
+from effexport.serving.http.models import ModelRepository
 from effexport.serving.http.service import MAX_HEAD_BYTES, Service, json_response
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from effexport.serving.http.models import ModelRepository
 
 
 def create_app(models: ModelRepository) -> Starlette:
@@ -44,15 +41,12 @@ def create_app(models: ModelRepository) -> Starlette:
         yield
         await models.close()
 
-    async def refused(request: Request, error: Exception) -> Response:
-        return refusal(error, service, request)
-
     app = Starlette(
         routes=[
             Route(endpoint.path, partial(service.answer, endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
         ],
-        middleware=[Middleware(guarded, service)],
-        exception_handlers=dict.fromkeys((EffexportError, HTTPException, Exception), refused),
+        middleware=[Middleware(guarded)],
+        exception_handlers=dict.fromkeys((EffexportError, HTTPException, Exception), refusal),
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -60,7 +54,7 @@ def create_app(models: ModelRepository) -> Starlette:
     return app
 
 
-def guarded(app: ASGIApp, service: Service) -> ASGIApp:
+def guarded(app: ASGIApp) -> ASGIApp:
     """The application behind a check that every request passes first, also those for which there is no endpoint."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,16 +62,17 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
         if scope["type"] == "http":
             request = Request(scope)
             try:
-                service.check_request(request)
+                request.app.state.service.check_request(request)
             except RequestError as error:
-                answering = refusal(error, service, request)
+                answering = await refusal(request, error)
         await answering(scope, receive, send)
 
     return answer
 
 
-def refusal(error: Exception, service: Service, request: Request) -> Response:
+async def refusal(request: Request, error: Exception) -> Response:
     """The answer to a request that ended with an error."""
+    service: Service = request.app.state.service
     kind, message = refusal_of(error), str(error)
     if isinstance(error, HTTPException):
         kind, message = (

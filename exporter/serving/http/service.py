@@ -30,7 +30,7 @@ from effexport.serving.engine.errors import (
     RequestError,
     refusal_of,
 )
-from effexport.serving.engine.metrics import RequestMetrics
+from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import THREAD_BYTES, TextMemory
 from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
 
@@ -44,34 +44,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 # How much is decompressed before the limits are checked again.
 PIECE_BYTES = 4 << 20
-
-
-class ByteBudget:
-    """A counter of the bytes of all request bodies in memory, with a limit. Only the event loop uses it."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-
-    @contextmanager
-    def account(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts bytes; they are given back at the end of the block. Raises RequestError."""
-        taken = 0
-
-        def take(size: int) -> None:
-            nonlocal taken
-            if self.used + size > self.limit:
-                raise RequestError(
-                    f"the server already holds {self.used} of at most {self.limit} bytes of requests; try again later",
-                    NO_MEMORY,
-                )
-            self.used += size
-            taken += size
-
-        try:
-            yield take
-        finally:
-            self.used -= taken
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
@@ -107,18 +79,27 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, take: Ca
 
 
 @contextmanager
-def watched(receive: Receive) -> Iterator[asyncio.Future[None]]:
-    """Yield a future that is done when the client of a request has gone; its body has been read."""
+def watched(receive: Receive) -> Iterator[None]:
+    """End the block with ClientGoneError when the client of a request has gone; its body has been read."""
+    block, is_gone = asyncio.current_task(), False
+    assert block is not None, "a request is answered by a task"
 
-    async def client_gone() -> None:
+    async def watch() -> None:
+        nonlocal is_gone
         while (await receive())["type"] != "http.disconnect":
             pass
+        is_gone = True
+        block.cancel()
 
-    gone = asyncio.ensure_future(client_gone())
+    watching = asyncio.ensure_future(watch())
     try:
-        yield gone
+        yield
+    except asyncio.CancelledError:
+        if is_gone and not block.uncancel():
+            raise ClientGoneError from None
+        raise
     finally:
-        gone.cancel()
+        watching.cancel()
 
 
 async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callable[[int], None]) -> bytes:
@@ -143,11 +124,6 @@ async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callabl
     if not decompressor.eof or decompressor.unused_data:
         raise RequestError(f"the body is not one complete {encoding} stream")
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def compressed(body: bytes, encoding: str) -> bytes:
-    """Compress fast rather than well: answers hardly get smaller."""
-    return zlib.compress(body, 1, ENCODINGS[encoding])
 
 
 def too_large(given: str, max_bytes: int) -> RequestError:
@@ -224,7 +200,7 @@ class Service:
 
     draining: the server is stopping, so it is not ready.
     is_crowded: whether too many connections are open; then only health probes are answered.
-    budget: for the bodies of the requests to all models. text_memory: for the tokens of their texts.
+    body_bytes: of the bodies of all requests in memory. text_memory: for the tokens of their texts.
     metrics: of requests that no model answers.
     """
 
@@ -233,9 +209,9 @@ class Service:
         self.settings = models.settings
         self.draining = False
         self.is_crowded: Callable[[], bool] = lambda: False
-        self.budget = ByteBudget(self.settings.max_bytes_in_memory)
+        self.body_bytes = 0
         self.text_memory = TextMemory(TEXT_CHARACTERS_IN_MEMORY)
-        self.metrics = RequestMetrics("")
+        self.metrics = Metrics("")
         self._parsing = asyncio.Lock()
 
     @property
@@ -256,9 +232,26 @@ class Service:
 
     @asynccontextmanager
     async def body_of(self, request: Request) -> AsyncIterator[bytes]:
-        """The body of a request, which counts as memory in use during the block. Raises as `read_body`."""
-        with self.budget.account() as take:
+        """The body of a request, which counts as memory in use during the block.
+
+        Raises as `read_body`, and RequestError if the bodies of all requests have too many bytes.
+        """
+        taken, limit = 0, self.settings.max_bytes_in_memory
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if self.body_bytes + size > limit:
+                raise RequestError(
+                    f"the server already holds {self.body_bytes} of at most {limit} bytes of requests; try again later",
+                    NO_MEMORY,
+                )
+            self.body_bytes += size
+            taken += size
+
+        try:
             yield await read_body(request, self.settings.max_request_bytes, self.settings.timeout_s, take)
+        finally:
+            self.body_bytes -= taken
 
     async def parsed(self, size: int, read: Callable[[], Result]) -> Result:
         """The result of `read`, which reads JSON of `size` bytes. Raises as `read`.
@@ -271,7 +264,7 @@ class Service:
         async with self._parsing:
             return await asyncio.to_thread(read)
 
-    def metrics_of(self, request: Request) -> RequestMetrics:
+    def metrics_of(self, request: Request) -> Metrics:
         """The metrics of the request's model, or those of the server if it has none."""
         model: ServedModel | None = getattr(request.state, "model", None)
         return self.metrics if model is None else model.metrics

@@ -11,14 +11,14 @@ import shlex
 import textwrap
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from effexport.artifact import MANIFEST, Artifact
+from effexport.base.dtypes import Array, TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.formatting import listed
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
@@ -31,18 +31,11 @@ from effexport.proof.inputs import EXPORT, REFERENCE_SEED_OFFSET, case_inputs
 from effexport.render.formats import escaped, template_environment
 from effexport.runners.options import RunOptions
 from effexport.runners.ort.kernels import library_for
-from effexport.serving.engine.queue import rows_of
-from effexport.serving.engine.signature import CONTEXT, GENERATION, TEXT, PackagedSignature, triton_type
+from effexport.serving.engine.queue import rows_of, why_not_joined
+from effexport.serving.engine.signature import ANSWER, CONTEXT, GENERATION, STRING, TEXT, PackagedSignature, triton_type
 from effexport.serving.triton.repository import Content
-from effexport.serving.triton.spec import (
-    BACKENDS,
-    DEFAULT_MAX_BATCH,
-    DEFAULT_SESSIONS,
-    BackendName,
-    PackageName,
-    PackageSpec,
-)
-from effexport.tasks.fast_tokenizer import TOKENIZER_JSON, tokenizer_from_artifact
+from effexport.serving.triton.spec import BACKENDS, DEFAULT_MAX_BATCH, DEFAULT_SESSIONS, BackendName, PackageSpec
+from effexport.tasks.fast_tokenizer import tokenizer_from_artifact
 from effexport.tasks.task import Task, Tokenizer
 from effexport.tasks.tasks import task_from_artifact
 from effexport.tasks.text_generator import check_generates
@@ -50,8 +43,6 @@ from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
 
 if TYPE_CHECKING:
     import jinja2
-
-    from effexport.base.dtypes import Array
 
 
 @dataclass(frozen=True)
@@ -73,19 +64,6 @@ class Backend:
     generates: bool = False
 
     @property
-    def packages(self) -> tuple[PackageName, ...]:
-        """The packages that it imports in the server, besides NumPy."""
-        if self.name != "python":
-            return ()
-        tokenizes = TOKENIZER_JSON in self.artifact.manifest.files and (self.example or self.generates)
-        return (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
-
-    @property
-    def has_library(self) -> bool:
-        """True if it has the kernel library."""
-        return LIBRARY_NAME in self.files
-
-    @property
     def title(self) -> str:
         return f"{self.artifact.spec.model.title}, {self.artifact.spec.precision}"
 
@@ -98,14 +76,19 @@ class Backend:
     def signature(self) -> PackagedSignature:
         if self.generates:
             return GENERATION
-        build = self.artifact.spec
-        # effexport's runner has defaults for missing inputs; other backends need every input of the graph
-        optional = frozenset(t.name for t in build.inputs if self.name == "python" and is_optional(t))
-        signature = PackagedSignature(build.inputs, build.outputs, optional)
-        return signature.with_texts(self.batching.max_batch) if self.example else signature
+        inputs, outputs = self.artifact.spec.inputs, self.artifact.spec.outputs
+        if not self.example:
+            # effexport's runner has defaults for missing inputs; other backends need every input of the graph
+            optional = [tensor for tensor in inputs if self.name == "python" and is_optional(tensor)]
+            return PackagedSignature(inputs, outputs, frozenset(tensor.name for tensor in optional))
+        # also a text for each row of a batch, in place of the tensors, and its answer
+        dims = ("batch", 1) if self.batching.max_batch else ("batch",)
+        text, context, answer = (TensorInfo(name, STRING, dims) for name in (TEXT, CONTEXT, ANSWER))
+        inputs = (*inputs, text, context)
+        return PackagedSignature(inputs, (*outputs, answer), frozenset(tensor.name for tensor in inputs))
 
     @functools.cached_property
-    def warm_ups(self) -> tuple[WarmUp, ...]:
+    def warm_ups(self) -> tuple[Mapping[str, Array], ...]:
         """Batches of 1, and on a GPU also of the preferred sizes, for which it chooses memory and kernels."""
         if self.generates or not self.spec.warm_up:
             return ()
@@ -126,15 +109,13 @@ class Backend:
 
     def config(self, model: str, version: int) -> bytes:
         """The contents of config.pbtxt, which names the kernel library by its path on the server."""
-        named = self.has_library and self.name != "python"
+        named = LIBRARY_NAME in self.files and self.name != "python"
         library = f"{self.spec.server_path.rstrip('/')}/{model}/{version}/{LIBRARY_NAME}" if named else ""
         values = {"model": model, "backend": self, "library": library, "release": __version__}
         return render("config.pbtxt.j2", values).encode()
 
 
 PLAN = "model.plan"
-# Every Python model imports them; one with a tokenizer, tokenizers as well.
-PYTHON_PACKAGES: tuple[PackageName, ...] = ("msgspec", "onnx", "onnxruntime")
 
 
 def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
@@ -156,11 +137,12 @@ def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backen
             remarks.append(f"no model for the backend {name}: {error}")
     if not chosen:
         raise UserError(f"no backend of Triton can run {artifact.path}: {'; '.join(remarks)}")
-    if any(backend.name == "python" for backend in chosen) and artifact.spec.has_decode_step:
+    python = next((backend for backend in chosen if backend.name == "python"), None)
+    if python is not None and artifact.spec.has_decode_step:
         try:
             check_generates(artifact)
             tokenizer_from_artifact(artifact)
-            chosen.append(python_model(artifact, spec, generates=True))
+            chosen.append(replace(python, example={}, generates=True))
         except UserError as error:
             remarks.append(f"no model that generates text: {error}")
     return tuple(chosen), tuple(remarks)
@@ -191,20 +173,13 @@ def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
         example = example_request(task_from_artifact(artifact), tokenizer_from_artifact(artifact))
     except UserError:  # an artifact without a tokenizer, or whose outputs answer no text
         example = {}
-    return python_model(artifact, spec, example=example)
-
-
-def python_model(
-    artifact: Artifact, spec: PackageSpec, *, example: Mapping[str, str] = MappingProxyType({}), generates: bool = False
-) -> Backend:
     kind = spec.kind or "cpu"
     files: dict[str, bytes | Path] = {
         f"artifact/{name}": artifact.path / name for name in (MANIFEST, *artifact.manifest.files)
     }
     files["model.py"] = Path(__file__).with_name("model.py")
     files["effexport.zip"] = zip_of_effexport()
-    everything = files | kernel_library(artifact, spec, kind)
-    return Backend(artifact, spec, "python", kind, everything, example=example, generates=generates)
+    return Backend(artifact, spec, "python", kind, files | kernel_library(artifact, spec, kind), example=example)
 
 
 def example_request(task: Task, tokenizer: Tokenizer) -> dict[str, str]:
@@ -292,13 +267,12 @@ class Batching:
 def batching_of(build: BuildSpec, spec: PackageSpec, engine: EngineInfo | None = None) -> Batching:
     """Raises UserError for options that the model or its engine does not allow."""
     asked = spec.max_batch is not None or bool(spec.preferred_batch)
-    reason = build.model.why_samples_mix
+    reason = why_not_joined(build)
     if reason:
         if asked:
             raise UserError(
-                f"the results of this model depend on the rest of the batch ({reason}), so batching requests would "
-                "change their answers; leave out --max-batch and --preferred-batch. A request may still contain "
-                "several samples"
+                f"requests to this model cannot be batched, because that would change their answers ({reason}); leave "
+                "out --max-batch and --preferred-batch. A request may still contain several samples"
             )
         return Batching(0, reason=reason)
     largest = spec.max_batch or DEFAULT_MAX_BATCH
@@ -328,42 +302,28 @@ def batch_of_engine(engine: EngineInfo, spec: PackageSpec, largest: int) -> int:
 LARGEST_BYTES = 64_000_000
 
 
-@dataclass(frozen=True)
-class WarmUp:
-    """A warm-up request. files: the file of each input in the model's folder `warmup`, named by its content."""
-
-    inputs: dict[str, Array]
-
-    @property
-    def batch(self) -> int:
-        return rows_of(self.inputs)
-
-    @property
-    def files(self) -> dict[str, str]:
-        return {
-            name: f"{name}-{'x'.join(map(str, value.shape))}-{hashlib.sha256(value.tobytes()).hexdigest()[:8]}.bin"
-            for name, value in self.inputs.items()
-        }
-
-
-def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | None = None) -> tuple[WarmUp, ...]:
-    """One request per batch size at the exported length, except those that the engine does not accept.
+def warm_ups(
+    artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | None = None
+) -> tuple[Mapping[str, Array], ...]:
+    """The inputs of one request per batch size at the exported length, if the engine accepts them.
 
     sizes: 0 stands for the golden batch as it is.
     """
     golden = golden_inputs(artifact)
-    if any(tensor.dims[:1] != ("batch",) for tensor in artifact.spec.inputs):
-        sizes = (0,)  # the rows of such a model are not samples
     found = []
     for size in sizes:
-        count = rows_of(golden)
         if size and size * sum(value[:1].nbytes for value in golden.values()) > LARGEST_BYTES:
             continue
-        rows = np.arange(size) % count
+        rows = np.arange(size) % rows_of(golden)
         inputs = {n: np.asarray(value[rows] if size else value, order="C") for n, value in golden.items()}
         if engine is None or any(accepts(profile, inputs) for profile in engine.profiles):
-            found.append(WarmUp(inputs))
+            found.append(inputs)
     return tuple(found)
+
+
+def warm_up_file(value: Array, name: str) -> str:
+    """The file of an input in the model's folder `warmup`, named by its content."""
+    return f"{name}-{'x'.join(map(str, value.shape))}-{hashlib.sha256(value.tobytes()).hexdigest()[:8]}.bin"
 
 
 def golden_inputs(artifact: Artifact) -> Mapping[str, Array]:
@@ -408,6 +368,8 @@ def _environment() -> jinja2.Environment:
         "text": quoted,
         "comment": comment,
         "triton_type": triton_type,
+        "rows": rows_of,
+        "warm_up_file": warm_up_file,
     }
     environment = template_environment(["serving/triton"], filters)
     environment.autoescape = False  # `ModelRecord` has checked the names in them

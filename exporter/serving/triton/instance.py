@@ -13,52 +13,57 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from effexport.artifact import open_artifact
+from effexport.base.dtypes import Array
 from effexport.base.errors import EffexportError
 from effexport.base.runtimes import CPU, CUDA, RUNTIME_OF_PROVIDER
 from effexport.base.version import __version__
 from effexport.models.encoder.spec import EMBEDDING
 from effexport.plugins.building.library import LIBRARY_NAME, LIBRARY_VARIABLE
 from effexport.plugins.ops import OPS
+from effexport.runners.artifact_runner import decoder_from_artifact
 from effexport.runners.options import RunOptions
-from effexport.runners.ort.runner import OrtRunner, decoder_in_ort
-from effexport.runners.runner import Closeable, checked_feeds, limits_from_spec, limits_of_runner
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.runner import Closeable, checked_feeds, limits_of_runner
 from effexport.serving.engine.errors import ClientGoneError, refusal_of
 from effexport.serving.engine.queue import Job, Outcome, Outputs, TextMemory, Waiting, first_batch, run_together, settle
 from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
 from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
+    FINISH_REASON,
     GENERATION,
     REQUEST_ID,
     TEXT,
     TEXT_INPUT,
     generation_request,
+    objects,
     texts_of_inputs,
 )
-from effexport.serving.engine.texts import Generations, Stream, Texts
-from effexport.tasks.sampling import ALIASES, Sampling
+from effexport.serving.engine.texts import Generations, Texts
+from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import Task, TextOptions, options_from_parameters
 from effexport.tasks.tasks import tasks_from_artifact
-from effexport.tasks.text_generator import TextGenerator, generator_from_artifact
-
-if TYPE_CHECKING:
-    from effexport.base.dtypes import Array
-    from effexport.tasks.text_generator import FinishReason, Session
+from effexport.tasks.text_generator import Session, TextGenerator, generator_from_artifact
 
 ARTIFACT = "artifact"
+# The outputs of a generated text.
+GENERATED = {tensor.name for tensor in GENERATION.outputs}
 # Texts of a request whose outputs are in memory until they are answered.
 TEXTS_AT_ONCE = 256
 # Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.
 CANCEL_CHECK_SECONDS = 0.05
 
 
-def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend: Any) -> Instance:
+def instance_from_arguments(
+    folder: Path, arguments: Mapping[str, str], backend: Any
+) -> ModelInstance | GenerationInstance:
     """The instance of a model. folder: of the model's version. arguments: as Triton gives them to `initialize`.
 
     backend: the module triton_python_backend_utils.
@@ -71,8 +76,7 @@ def instance_from_arguments(folder: Path, arguments: Mapping[str, str], backend:
         tasks = tasks_from_artifact(artifact) if reads_text else None
         runner = OrtRunner(artifact.model_path, settings, limits=limits_of_runner(artifact.spec))
         return ModelInstance(runner, tasks, config["max_batch_size"], backend)
-    limits, paths = limits_from_spec(artifact.spec), (artifact.decode_step_path, artifact.prefill_path)
-    generator = generator_from_artifact(artifact, lambda _: decoder_in_ort(*paths, limits, settings))
+    generator = generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, settings))
     return GenerationInstance(generator, parameter(config, "sessions"), parameter(config, "max_queue") or None, backend)
 
 
@@ -153,7 +157,7 @@ class ModelInstance(Closeable):
         beside it in an answer as JSON.
         """
         tensors = tensors_of_request(request)
-        waiting = Waiting(math.inf, self._loop.create_future(), self._memory)
+        waiting = Waiting(math.inf, self._memory)
         if self._texts is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
             return await self._run(tensors, waiting)
         options, texts = options_from_parameters(parameters_of_request(request)), texts_of_inputs(tensors)
@@ -200,10 +204,11 @@ def parameters_of_request(request: Any) -> dict[str, Any]:
     return found
 
 
-def options_of_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a text: inputs, [1] each, or parameters of the request."""
-    options = {ALIASES.get(name, name): value for name, value in parameters.items()}
-    return options | {name: number(array) for name, array in inputs.items() if name != TEXT_INPUT}
+def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> tuple[str, Sampling, bool | None]:
+    """As `generation_request`. The options of a text are inputs, [1] each, or parameters of the request."""
+    options = [(name, number(array)) for name, array in inputs.items() if name != TEXT_INPUT]
+    text = inputs[TEXT_INPUT][0] if TEXT_INPUT in inputs else None
+    return generation_request(text, [*options, *parameters.items()])
 
 
 def number(array: Array) -> Any:
@@ -217,25 +222,30 @@ class Reply:
     def __init__(self, backend: Any, sender: Any) -> None:
         self._backend = backend
         self._sender = sender
+        self._next_check = 0.0
 
-    def send(self, text: str, session: Session, finish_reason: FinishReason | None) -> None:
-        """Send more text of a session; with a reason, the last."""
-        values: list[Any] = [text.encode()]
-        if finish_reason is not None:
-            values += [finish_reason.encode(), len(session.prompt), session.seed]
+    def send(self, answer: Mapping[str, Any]) -> None:
+        """Send an answer with more text, or the last, which has a reason."""
         tensors = [
-            self._backend.Tensor(output.name, np.array([value], object if isinstance(value, bytes) else np.int64))
-            for output, value in zip(GENERATION.outputs, values, strict=False)
+            self._backend.Tensor(name, objects([value.encode()]) if isinstance(value, str) else np.array([value]))
+            for name, value in answer.items()
+            if name in GENERATED
         ]
-        self._send(self._backend.InferenceResponse(tensors), last=finish_reason is not None)
+        self._send(self._backend.InferenceResponse(tensors), last=FINISH_REASON in answer)
 
     def fail(self, error: Exception) -> None:
         """Send an error in place of more text."""
         self._send(error_response(self._backend, error), last=True)
 
-    def is_cancelled(self) -> bool:
-        """True if the client has gone."""
-        return bool(self._sender.is_cancelled())
+    def check_client(self, session: Session) -> None:
+        """Raises ClientGoneError if the server says that the client has gone. It is not asked each time."""
+        if time.monotonic() < self._next_check:
+            return
+        self._next_check = time.monotonic() + CANCEL_CHECK_SECONDS
+        if self._sender.is_cancelled():
+            message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
+            self._backend.Logger.log_info(message)
+            raise ClientGoneError(message)
 
     def _send(self, response: Any, *, last: bool) -> None:
         self._sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
@@ -265,10 +275,7 @@ class GenerationInstance(Closeable):
         for one in requests:
             reply = Reply(self._backend, one.get_response_sender())
             try:
-                inputs = tensors_of_request(one)
-                text = inputs[TEXT_INPUT][0] if TEXT_INPUT in inputs else None
-                options = options_of_request(inputs, parameters_of_request(one))
-                prompt, sampling, in_pieces = generation_request(text, options.items())
+                prompt, sampling, in_pieces = read_request(tensors_of_request(one), parameters_of_request(one))
                 self.begin(prompt, sampling, bool(in_pieces), reply)
             except EffexportError as error:
                 reply.fail(error)
@@ -281,35 +288,16 @@ class GenerationInstance(Closeable):
         try:
             stream = await self._generations.submit(prompt, sampling)
             with contextlib.closing(stream):
-                await self._send_pieces(stream, in_pieces, reply)
+                check = partial(reply.check_client, stream.session)
+                async for answer in stream.answers(in_pieces=in_pieces, check_client=check):
+                    reply.send(answer)
         except Exception as error:
             # also what `send` raises for a connection that has gone, which the server does not say: nobody gets that
             with contextlib.suppress(Exception):
                 reply.fail(error)
-
-    async def _send_pieces(self, stream: Stream, in_pieces: bool, reply: Reply) -> None:
-        """Raises ClientGoneError if the server says so, and as `Stream.pieces`."""
-        text, next_check, reason = "", 0.0, None
-        while reason is None:
-            pieces = await stream.pieces()
-            if time.monotonic() >= next_check:
-                if reply.is_cancelled():
-                    session = stream.session
-                    message = f"the client has gone after {session.count} of {session.sampling.max_new_tokens} tokens"
-                    self._backend.Logger.log_info(message)
-                    raise ClientGoneError(message)
-                next_check = time.monotonic() + CANCEL_CHECK_SECONDS
-            text += "".join(piece.text for piece in pieces)
-            reason = pieces[-1].finish_reason
-            if reason is not None or (in_pieces and text):
-                reply.send(text, stream.session, reason)
-                text = ""
 
     def close(self) -> None:
         self._generations.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._sending.join()
         self._runner.close()
-
-
-Instance = ModelInstance | GenerationInstance

@@ -14,10 +14,13 @@ from typing import Any
 from effexport.artifact import MANIFEST, REMEDY, Artifact
 from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
+from effexport.base.files import json_text
 from effexport.base.records import record_from_values
 from effexport.base.spec import is_optional
-from effexport.serving.engine.signature import BINARY_ONLY, example_shape, protocol_type, tensors_of
-from effexport.serving.triton.config import Backend, choose_backends, render
+from effexport.plugins.building.library import LIBRARY_NAME
+from effexport.runners.runner import tensors_text
+from effexport.serving.engine.signature import BINARY_ONLY, protocol_type, tensors_of
+from effexport.serving.triton.config import Backend, choose_backends, render, warm_up_file
 from effexport.serving.triton.repository import (
     CONFIG,
     RECORD,
@@ -41,8 +44,13 @@ from effexport.serving.triton.spec import (
     PackageName,
     PackageSpec,
 )
+from effexport.tasks.fast_tokenizer import TOKENIZER_JSON
 
 EXAMPLE_LENGTH = 8
+# Every Python model imports them, besides NumPy; one with a tokenizer, tokenizers as well.
+PYTHON_PACKAGES: tuple[PackageName, ...] = ("msgspec", "onnx", "onnxruntime")
+# Of a version.
+NUMBER = re.compile("[1-9][0-9]*")
 
 
 def model_change(repository: Path, name: str, backend: Backend, *, replace_config: bool) -> ModelChange:
@@ -63,13 +71,14 @@ def model_change(repository: Path, name: str, backend: Backend, *, replace_confi
         check_same_model(folder, old, record)
     files: dict[str, bytes] = {}
     if version == max((*versions, version)):
-        files = {f"warmup/{w.files[key]}": w.inputs[key].tobytes() for w in backend.warm_ups for key in w.inputs}
+        inputs = [item for one in backend.warm_ups for item in one.items()]
+        files = {f"warmup/{warm_up_file(value, key)}": value.tobytes() for key, value in inputs}
         files[CONFIG] = text
         check_unedited(folder, old, text, replace_config=replace_config)
     elif old is not None:
         # the configuration belongs to the newest version
         record = replace(old, versions=record.versions if is_new else old.versions)
-    files[RECORD] = record.text().encode()
+    files[RECORD] = json_text(asdict(record)).encode()
     present = {path for path in files if (folder / path).is_file()}
     files = {path: data for path, data in files.items() if path not in present or (folder / path).read_bytes() != data}
     status: Status = "added" if is_new else "configured" if files else "unchanged"
@@ -78,13 +87,7 @@ def model_change(repository: Path, name: str, backend: Backend, *, replace_confi
 
 def numbered_folders(folder: Path) -> dict[int, Path]:
     """The versions of a model. As in Triton, names with leading zeros do not count."""
-    if not folder.is_dir():
-        return {}
-    return {
-        int(path.name): path
-        for path in folder.iterdir()
-        if path.is_dir() and path.name.isascii() and path.name.isdecimal() and not path.name.startswith("0")
-    }
+    return {int(path.name): path for path in folder.glob("*") if path.is_dir() and NUMBER.fullmatch(path.name)}
 
 
 def version_of(content: Content, versions: Mapping[int, Path], wanted: int | None, name: str) -> int:
@@ -112,21 +115,25 @@ def model_record(backend: Backend, name: str, version: int, text: bytes, old: Mo
     """text: of its configuration. old: the record of the model so far."""
     artifact, spec, signature = backend.artifact, backend.spec, backend.signature
     model, manifest = artifact.spec.model, artifact.manifest
+    implementation = "standard operators"
+    if backend.engine is not None:
+        implementation = ", ".join(sorted(set(backend.engine.implementation.values()))) or implementation
+    elif manifest.custom_ops:
+        implementation = "kernel" if LIBRARY_NAME in backend.files else "body"
     origin = Origin(
         artifact=artifact.path.resolve().name,
         weights_sha256=manifest.weights_sha256,
         built_by=manifest.effexport_version,
         custom_ops=sorted(manifest.custom_ops),
-        implementation=implementation_of(backend, manifest.custom_ops),
+        implementation=implementation,
         example=dict(backend.example),
     )
-    packages: dict[PackageName, str] = {}
-    for package in backend.packages:
-        # those that a build does not record are those of this packaging
-        recorded = package in manifest.environment
-        release = manifest.environment[package] if recorded else importlib.metadata.version(package)
-        if release:
-            packages[package] = release
+    packages = PYTHON_PACKAGES if backend.name == "python" else ()
+    if backend.name == "python" and TOKENIZER_JSON in manifest.files and (backend.example or backend.generates):
+        packages = (*packages, "tokenizers")
+    # those that a build does not record are those of this packaging
+    recorded = manifest.environment
+    releases = {one: recorded[one] if one in recorded else importlib.metadata.version(one) for one in packages}
     record = ModelRecord(
         name=name,
         group=name if backend.generates else spec.name,
@@ -142,17 +149,11 @@ def model_record(backend: Backend, name: str, version: int, text: bytes, old: Mo
         tensorrt_version=backend.engine.tensorrt_version if backend.engine else None,
         server_path=spec.server_path,
         config_sha256=config_digest(text),
-        packages=packages,
+        packages={package: release for package, release in releases.items() if release},
         versions={**(old.versions if old else {}), str(version): origin},
     )
     # what comes from the artifact goes into a Dockerfile
     return record_from_values(asdict(record), ModelRecord, str(artifact.path), REMEDY)
-
-
-def implementation_of(backend: Backend, custom_ops: Mapping[str, int]) -> str:
-    if backend.engine is not None:
-        return ", ".join(sorted(set(backend.engine.implementation.values()))) or "standard operators"
-    return ("kernel" if backend.has_library else "body") if custom_ops else "standard operators"
 
 
 def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
@@ -167,18 +168,14 @@ def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
         before, now = tensors_of(getattr(old, kind)), tensors_of(getattr(new, kind))
         if before != now:
             raise UserError(
-                f"{folder} has the {kind} {described(before)}, and this artifact has {described(now)}; versions of one "
-                "model share a configuration: choose another name with --name"
+                f"{folder} has the {kind} {tensors_text(before)}, and this artifact has {tensors_text(now)}; versions "
+                "of one model share a configuration: choose another name with --name"
             )
     if bool(old.reason) != bool(new.reason):
         raise UserError(
             f"requests to {folder} are {'not ' if old.reason else ''}batched, but requests to this artifact "
             f"{'must not be' if new.reason else 'can be'}: {old.reason or new.reason}; choose another name with --name"
         )
-
-
-def described(tensors: Sequence[TensorInfo]) -> str:
-    return ", ".join(map(str, tensors))
 
 
 def check_unedited(folder: Path, old: ModelRecord | None, text: bytes, *, replace_config: bool) -> None:
@@ -216,9 +213,10 @@ def package_artifact(
     backends, remarks = choose_backends(artifact, spec)
     with locked_repository(repository):
         changes = []
-        names = tuple(backend.name for backend in backends if not backend.generates)
+        is_named_alone = len(spec.backends) == 1
         for backend in backends:
-            name = f"{spec.name}-generate" if backend.generates else spec.model_name(backend.name, names)
+            kind = "generate" if backend.generates else backend.name
+            name = spec.name if is_named_alone and not backend.generates else f"{spec.name}-{kind}"
             changes.append(model_change(repository, name, backend, replace_config=replace_config))
         records = records_of(repository) | {change.name: change.record for change in changes}
         for name, record in records.items():
@@ -261,14 +259,12 @@ def check_repository(repository: Path, artifact: Artifact) -> None:
 
 def records_of(repository: Path) -> dict[str, ModelRecord]:
     """The models of a repository that effexport wrote, by name."""
-    folders = sorted(path for path in repository.iterdir() if path.is_dir())
-    return {folder.name: record for folder in folders if (record := read_record(folder)) is not None}
+    return {path.name: record for path in sorted(repository.iterdir()) if (record := read_record(path)) is not None}
 
 
 # First releases of the image, as (year, month), whose Python can run effexport, and whose ONNX Runtime loads kernels
 # that were compiled for 1.21.
-FIRST_IMAGE_WITH_PYTHON_311 = (24, 12)
-FIRST_IMAGE_WITH_ORT_121 = (25, 3)
+FIRST_IMAGES = {"python": (24, 12, "Python 3.11 or later"), "onnxruntime": (25, 3, "ONNX Runtime 1.21 or later")}
 
 
 def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
@@ -279,14 +275,10 @@ def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
     release = (int(found[1]), int(found[2]))
     for change in changes:
         backend, implementation = change.record.backend, change.record.versions[str(change.version)]["implementation"]
-        first, reason = (0, 0), ""
-        if backend == "python":
-            first, reason = FIRST_IMAGE_WITH_PYTHON_311, "Python 3.11 or later"
-        elif backend == "onnxruntime" and implementation == "kernel":
-            first, reason = FIRST_IMAGE_WITH_ORT_121, "ONNX Runtime 1.21 or later"
-        if release < first:
+        year, month, reason = FIRST_IMAGES.get(backend, (0, 0, ""))
+        if release < (year, month) and (backend == "python" or implementation == "kernel"):
             raise UserError(
-                f"image tag {tag}: {change.name} needs {reason}, which images have from {first[0]}.{first[1]:02} on; "
+                f"image tag {tag}: {change.name} needs {reason}, which images have from {year}.{month:02} on; "
                 "choose a later --image-tag"
             )
 
@@ -302,26 +294,15 @@ def pages_of_repository(
     repository: Path, records: Mapping[str, ModelRecord], image_tag: str | None
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """The pages to write, and the names of those that effexport did not write and therefore keeps."""
-    tag = image_tag or present_tag(repository) or DEFAULT_IMAGE_TAG
-    values = page_values(records, tag)
-    pages, kept = {}, []
-    for name in PAGES:
-        data = render(f"{name.removeprefix('.')}.j2", values).encode()
-        path = repository / name
-        present = path.read_bytes() if path.is_file() else None
-        if present is not None and MARK.encode() not in present.split(b"\n", 1)[0]:
-            kept.append(name)
-        elif present != data:
-            pages[name] = data
-    return pages, tuple(kept)
-
-
-def present_tag(repository: Path) -> str | None:
-    """The image tag in the repository's Dockerfile, if effexport wrote it."""
-    path = repository / "Dockerfile"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    found = re.search(rf"^ARG TRITON_TAG=({IMAGE_TAG.pattern})$", text, re.MULTILINE)
-    return found[1] if found and MARK in text.split("\n", 1)[0] else None
+    present = {name: (repository / name).read_bytes() for name in PAGES if (repository / name).is_file()}
+    kept = tuple(name for name, data in present.items() if MARK.encode() not in data.split(b"\n", 1)[0])
+    own = {name: data for name, data in present.items() if name not in kept}
+    # without a new tag, that of the present Dockerfile
+    dockerfile = own.get("Dockerfile", b"").decode(errors="replace")
+    found = re.search(rf"^ARG TRITON_TAG=({IMAGE_TAG.pattern})$", dockerfile, re.MULTILINE)
+    values = page_values(records, image_tag or (found[1] if found else DEFAULT_IMAGE_TAG))
+    pages = {name: render(f"{name.removeprefix('.')}.j2", values).encode() for name in PAGES if name not in kept}
+    return {name: data for name, data in pages.items() if own.get(name) != data}, kept
 
 
 def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
@@ -394,7 +375,7 @@ def example_inputs(record: ModelRecord) -> list[tuple[TensorInfo, list[int]]]:
     """The inputs of an example request with their shapes; Python models have defaults for masks and segments."""
     needed = [tensor for tensor in tensors_of(record.inputs) if record.backend != "python" or not is_optional(tensor)]
     sizes = {"batch": 1, "seq": record.example_length}
-    return [(tensor, example_shape(tensor, sizes)) for tensor in needed]
+    return [(one, [sizes.get(dim, 2) if isinstance(dim, str) else dim for dim in one.dims]) for one in needed]
 
 
 def json_request(record: ModelRecord) -> str | None:

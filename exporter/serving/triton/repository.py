@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired, TypedDict
 
@@ -17,7 +17,7 @@ import msgspec
 from effexport.base.disk import ANOTHER_FOLDER, write_error
 from effexport.base.dtypes import TensorInfo, check_tensors
 from effexport.base.errors import UserError
-from effexport.base.files import abandoned, created_folder, file_digest, json_text
+from effexport.base.files import abandoned, created_folder, file_digest
 from effexport.base.records import record_from_values, values_of_file
 from effexport.serving.engine.signature import STRING, TEXT_INPUT
 from effexport.serving.triton.spec import SERVER_PATH, BackendName, PackageName
@@ -83,9 +83,6 @@ class ModelRecord:
     def example(self) -> Mapping[str, str]:
         """The texts of an example request; {} for a model of tensors only."""
         return self.versions[max(self.versions, key=int)].get("example", {})
-
-    def text(self) -> str:
-        return json_text(asdict(self))
 
 
 def read_record(folder: Path) -> ModelRecord | None:
@@ -198,15 +195,11 @@ def write_changes(repository: Path, changes: Sequence[ModelChange], pages: Mappi
     try:
         staging.mkdir()
         for change in written:
-            folder = staging / change.name
-            folder.mkdir()
-            write_content(change.content or {}, folder / str(change.version))
-            write_content(change.files, folder)
-        write_content(pages, staging / ".pages")
-        for change in written:
-            commit_model(repository, change, staging, undo)
-        for name in pages:
-            move(staging / ".pages" / name, repository / name, staging, undo)
+            write_content(change.content or {}, staging / change.name / str(change.version))
+            write_content(change.files, staging / change.name)
+        write_content(pages, staging)
+        for path in [*(path for change in written for path in renames(repository, change)), *pages]:
+            move(staging, repository, path, undo)
     except BaseException as error:
         for step in reversed(undo):
             step()
@@ -217,23 +210,22 @@ def write_changes(repository: Path, changes: Sequence[ModelChange], pages: Mappi
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def commit_model(repository: Path, change: ModelChange, staging: Path, undo: list[Callable[[], object]]) -> None:
-    source, target = staging / change.name, repository / change.name
-    if not target.exists():
-        move(source, target, staging, undo)
-        return
-    if change.content is not None:
-        move(source / str(change.version), target / str(change.version), staging, undo)
+def renames(repository: Path, change: ModelChange) -> list[str]:
+    """Paths to rename into the repository, in this order: a new model as a whole, or what is new in its folder."""
+    if not (repository / change.name).exists():
+        return [change.name]
+    version = [] if change.content is None else [str(change.version)]
     # the configuration last, after the files that it names
-    for name in sorted(change.files, key=lambda name: not name.startswith("warmup/")):
-        if not (target / name).parent.exists():
-            (target / name).parent.mkdir()
-            undo.append((target / name).parent.rmdir)
-        move(source / name, target / name, staging, undo)
+    files = sorted(change.files, key=lambda name: not name.startswith("warmup/"))
+    return [f"{change.name}/{name}" for name in (*version, *files)]
 
 
-def move(source: Path, target: Path, staging: Path, undo: list[Callable[[], object]]) -> None:
-    """Rename a new folder, or a file over an old one, and add the step that undoes it."""
+def move(staging: Path, repository: Path, path: str, undo: list[Callable[[], object]]) -> None:
+    """Rename a new folder, or a file over an old one, and add the steps that undo it."""
+    source, target = staging / path, repository / path
+    if not target.parent.exists():
+        target.parent.mkdir()
+        undo.append(target.parent.rmdir)
     if target.is_file():
         kept = staging / f".kept-{len(undo)}"
         os.link(target, kept)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from effexport.base.errors import UserError
+from effexport.base.formatting import numbers
 from effexport.base.option_fields import A_NUMBER, Option, Options, option
 from effexport.models.validation import require
 from effexport.runners.options import IMPLEMENTATIONS
@@ -30,14 +30,6 @@ LARGEST_VERSION = 2**63 - 1
 LARGEST_NUMBER = 2**31 - 1
 
 
-def sizes_from_text(text: str, option: str) -> tuple[int, ...]:
-    """`4,8,16` → sizes. Raises UserError for anything else."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() for word in words):
-        raise UserError(f"{option} is {text!r}; expected sizes with commas between them, such as 4,8,16")
-    return tuple(map(int, words))
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackageSpec(Options):
     """Settings for serving an artifact with Triton; None leaves a field to the artifact.
@@ -51,9 +43,7 @@ class PackageSpec(Options):
     )
     version: int | None = option(None, "Version number; default: the next free one.", metavar=A_NUMBER)
     max_batch: int | None = option(None, "Rows (default: 8), or texts generated (64).", metavar=A_NUMBER)
-    preferred_batch: Sequence[int] = option(
-        (), "Sizes that run at once, such as 4,8.", metavar="N,…", read=sizes_from_text
-    )
+    preferred_batch: Sequence[int] = option((), "Sizes that run at once, such as 4,8.", metavar="N,…", read=numbers)
     queue_delay_us: int = option(500, "Microseconds that a request waits.", metavar=A_NUMBER)
     max_queue: int = option(0, "Requests that may wait; 0 (default): no limit.", metavar=A_NUMBER)
     instances: int = option(1, "Copies that run at a time.", metavar=A_NUMBER)
@@ -95,7 +85,3 @@ class PackageSpec(Options):
                 1 <= size <= largest,
                 f"preferred batch {size} is not between 1 and {largest}, the largest batch, which --max-batch sets",
             )
-
-    def model_name(self, backend: str, backends: tuple[str, ...]) -> str:
-        """The model's name in one of the chosen backends."""
-        return self.name if len(backends) == 1 and self.backends else f"{self.name}-{backend}"

@@ -259,7 +259,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("package art -o repository --backend trt", 2, "unknown --backend 'trt'; did you mean 'tensorrt'?"),
     ("package art -o repository --backend tensorrt", 2, "art has no TensorRT engine"),
     ("package art -o repository --name a/b", 2, "the model's name is 'a/b'"),
-    ("package art -o repository --preferred-batch x", 2, "--preferred-batch is 'x'; expected sizes"),
+    ("package art -o repository --preferred-batch x", 2, "--preferred-batch has 'x'; expected integers"),
     ("package art -o repository --kind tpu", 2, "unknown --kind 'tpu'; did you mean 'gpu'? Expected: cpu, gpu"),
     ("package art -o repository --format helm", 2, "unknown --format 'helm'. Expected: triton"),
     # serve

@@ -32,6 +32,8 @@ from effexport.runners.runner import limits_of_runner
 from effexport.serving.engine.queue import why_not_joined
 from effexport.serving.engine.settings import ServingSettings
 from effexport.serving.http.models import ServedModel
+from effexport.serving.triton.config import batching_of
+from effexport.serving.triton.spec import PackageSpec
 from effexport.tensorrt.spec import default_profile, resolved, within
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -163,6 +165,7 @@ def test_a_manifest_with_a_formula_of_something_else_is_refused(several: Built, 
 def test_a_server_runs_each_request_on_its_own_and_says_why(several: Built) -> None:
     spec = several.artifact.spec
     assert why_not_joined(spec)
+    assert batching_of(spec, PackageSpec(name="several")).max_batch == 0
     with effexport.load(several.artifact.path, runtime="ort") as runner:
         served = ServedModel(runner, several.artifact, "several", ServingSettings(), RUNTIMES["ort"])
         try:

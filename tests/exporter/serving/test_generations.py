@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
@@ -25,7 +26,8 @@ from effexport.serving.engine.errors import (
 )
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.texts import Generations, Stream
-from effexport.serving.http.endpoints import EventStream, Text, generate_request
+from effexport.serving.http.endpoints import EventStream, generate_request
+from effexport.serving.http.service import watched
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.task import ByteTokenizer
 from effexport.tasks.text_generator import TextGenerator
@@ -132,10 +134,6 @@ def test_accepted_texts_are_finished_before_the_thread_stops_and_later_ones_are_
     assert not generations.is_alive
 
 
-class Model:
-    name, version = "letters", "1"
-
-
 async def sent(stream: Any) -> list[dict[str, Any]]:
     """The messages of a response."""
     messages = []
@@ -143,10 +141,10 @@ async def sent(stream: Any) -> list[dict[str, Any]]:
     async def send(message: dict[str, Any]) -> None:
         messages.append(message)
 
-    text = Text(Model(), stream)  # type: ignore[arg-type]
+    answers = stream.answers(in_pieces=True)
     with ExitStack() as stack:
         stack.callback(stream.close)
-        response = EventStream(text, await stream.pieces(), stack.pop_all())
+        response = EventStream(await anext(answers), answers, stack.pop_all())
     await response({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send)  # type: ignore[arg-type]
     return messages
 
@@ -178,10 +176,12 @@ def test_a_client_that_goes_ends_its_text(decoder: Alphabet, made: Callable[...,
         decoder.going.clear()
         stream = await generations.submit("a", Sampling(max_new_tokens=150, temperature=0))
         await stream.pieces()
-        stream.client_gone()
-        with pytest.raises(ClientGoneError):
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        with pytest.raises(ClientGoneError), contextlib.closing(stream), watched(receive):
             await stream.pieces()
-        stream.close()
         decoder.going.set()
         assert await text_of(generations, "x", Sampling(max_new_tokens=2, temperature=0)) == "yz"
 

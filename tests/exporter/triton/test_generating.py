@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,12 @@ from effexport.artifact import Artifact
 from effexport.base.errors import EffexportError, UserError
 from effexport.serving.engine.errors import ClientGoneError
 from effexport.serving.engine.signature import generation_request
-from effexport.serving.triton.instance import GenerationInstance, options_of_request, triton_code
+from effexport.serving.triton.instance import GenerationInstance, read_request, triton_code
 from effexport.tasks.sampling import Sampling
 from effexport.tasks.text_generator import TextGenerator
 
 Built = Callable[..., Artifact]
 SECONDS = 30
-BACKEND = SimpleNamespace(Logger=SimpleNamespace(log_info=lambda text: None))
 needs_a_model = pytest.mark.requires("torch", "onnx", "ort", "native")
 
 
@@ -35,13 +33,13 @@ class KeptReply:
         self.cancelled = False
         self.done = threading.Event()
 
-    def send(self, text: str, session: Any, finish_reason: str | None) -> None:
+    def send(self, answer: Mapping[str, Any]) -> None:
         if self.broken:
             self.done.set()
             raise OSError("planted: the connection is closed")
         assert not self.done.is_set(), "nothing may follow the last part"
-        self.parts.append((text, finish_reason))
-        if finish_reason is not None:
+        self.parts.append((answer["text_output"], answer.get("finish_reason")))
+        if "finish_reason" in answer:
             self.done.set()
 
     def fail(self, error: EffexportError | ClientGoneError) -> None:
@@ -51,8 +49,9 @@ class KeptReply:
             self.error = error
         self.done.set()
 
-    def is_cancelled(self) -> bool:
-        return self.gone
+    def check_client(self, session: Any) -> None:
+        if self.gone:
+            raise ClientGoneError
 
     @property
     def text(self) -> str:
@@ -69,7 +68,7 @@ def generator(built: Built) -> Iterator[TextGenerator]:
 
 @pytest.fixture
 def loop(generator: TextGenerator) -> Iterator[GenerationInstance]:
-    with GenerationInstance(generator, 8, backend=BACKEND) as loop:
+    with GenerationInstance(generator, 8) as loop:
         yield loop
 
 
@@ -172,10 +171,11 @@ def test_options_are_inputs_or_parameters() -> None:
     }
     # the temperature that was written, not the nearest float32
     sampling = Sampling(max_new_tokens=5, temperature=0.7, top_k=4, seed=3)
-    options = options_of_request(inputs, {"seed": 3, "top_k": 4})
-    assert generation_request(inputs["text_input"][0], options.items()) == ("Größe", sampling, True)
-    other = options_of_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
-    assert other == {"max_new_tokens": 9, "temperature": 0}
+    assert read_request(inputs, {"seed": 3, "top_k": 4}) == ("Größe", sampling, True)
+    other = read_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
+    assert other == ("Größe", Sampling(max_new_tokens=9, temperature=0), None)
+    with pytest.raises(UserError, match="max_new_tokens is given twice"):
+        read_request(inputs, {"max_tokens": 9})
 
 
 @pytest.mark.parametrize(

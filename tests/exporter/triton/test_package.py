@@ -373,7 +373,7 @@ def test_a_name_that_triton_or_a_url_cannot_have_is_refused(name: str) -> None:
         (("--version", str(2**63)), "Triton takes at most 9223372036854775807"),
         (("--max-batch", "0"), "max_batch is 0"),
         (("--max-batch", str(2**31)), "at most 2147483647"),
-        (("--preferred-batch", "4,x"), "expected sizes with commas"),
+        (("--preferred-batch", "4,x"), "expected integers with commas"),
         (("--preferred-batch", "8,4"), "ascending order"),
         (("--preferred-batch", "4,16"), "--max-batch"),
         (("--queue-delay-us", "-1"), "queue_delay_us is -1"),
