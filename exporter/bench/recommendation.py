@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from effexport.base.formatting import NOTHING, Word, command_line, counted, duration, listed, memory, three_digits
 from effexport.base.machine import Processor
 from effexport.base.option_fields import options_of, words_of
-from effexport.base.runtimes import BFLOAT16_RUNTIME, RUNTIMES
+from effexport.base.runtimes import CPU, RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
 from effexport.bench.findings import median_text
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow
@@ -250,12 +250,9 @@ OTHER_MODELS = (
     "choice to make before training."
 )
 NOTHING_MEASURED = "Nothing was measured, so there is no advice; the table says why."
-# Variants without a part that must be float32, see `Op.around_in_float32`.
-BFLOAT16_VARIANTS = ("softmax", "linear", "aft")
 BFLOAT16_HERE = (
-    "This processor multiplies bfloat16 in tiles (AMX): on such a one, {} with --runtime openvino "
-    "--precision-hint bf16 took a third of the time of float32. Not measured here; effexport run and effexport verify "
-    "take both options."
+    "This processor multiplies bfloat16 faster than float32: repeat this with --precision bf16, which rounds the "
+    "factors of linear layers and nothing else."
 )
 DISTURBED = "Other programs disturbed {}; repeat this on an idle machine, or with --wait-idle."
 
@@ -401,16 +398,10 @@ def caveats(results: BenchResults, entries: Sequence[AdviceEntry]) -> Iterator[s
         yield OTHER_WEIGHTS
     elif sum(entry.latency_ms is not None for entry in entries) > 1:
         yield OTHER_MODELS
-    if any(entry.latency_ms is not None for entry in entries):
-        yield from bfloat16_here(entries)
-
-
-def bfloat16_here(entries: Sequence[AdviceEntry]) -> Iterator[str]:
-    """That a variant which may be computed in bfloat16 is faster so, where the processor has tiles for it and the
-    runtime that uses them is installed."""
-    able = [entry.label for entry in entries if entry.label.partition(",")[0].partition("-")[0] in BFLOAT16_VARIANTS]
-    if able and Processor.here().has_bfloat16_tiles and BFLOAT16_RUNTIME.package.version is not None:
-        yield BFLOAT16_HERE.format(", ".join(dict.fromkeys(able)))
+    here, timed = Processor.here(), [entry.row.case for entry in entries if entry.row and entry.row.timing]
+    is_float = any(case.precision == "fp32" and RUNTIMES[case.runtime].provider == CPU for case in timed)
+    if is_float and (here.has_bfloat16_products or here.has_bfloat16_tiles):
+        yield BFLOAT16_HERE
 
 
 def parts_of_advice(advice: Advice, note: str) -> tuple[Part, ...]:

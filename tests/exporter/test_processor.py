@@ -13,7 +13,6 @@ import pytest
 
 from effexport.base import runtimes
 from effexport.base.machine import CPU_INFO, Processor, processor_from_file
-from effexport.bench import recommendation as advise
 from effexport.cli.installation import examine_bfloat16, int8_products
 from effexport.pipeline.build import quantization_notes
 
@@ -146,18 +145,3 @@ def test_an_int8_build_says_where_it_is_slow(each_processor: str) -> None:
         slow = [note for note in quantization_notes(record) if "no int8 dot products" in note]
         assert len(slow) == (precision == "int8" and EXPECTED[each_processor][0] is None)
     assert quantization_notes(None) == []
-
-
-def test_advice_names_bfloat16_where_the_processor_has_tiles_for_it(
-    each_processor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries: Any = [SimpleNamespace(label=label) for label in ("lsh, 4 rounds", "aft-simple", "softmax", "softmax")]
-    openvino = SimpleNamespace(package=SimpleNamespace(version="2026.4"))
-    monkeypatch.setattr(advise, "BFLOAT16_RUNTIME", openvino)
-    sentences = list(advise.bfloat16_here(entries))
-    assert len(sentences) == EXPECTED[each_processor][1]
-    for sentence in sentences:
-        assert "aft-simple, softmax with --runtime openvino --precision-hint bf16" in sentence
-    assert list(advise.bfloat16_here(entries[:1])) == []
-    openvino.package.version = None
-    assert list(advise.bfloat16_here(entries)) == []

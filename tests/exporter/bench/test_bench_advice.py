@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bench_results
@@ -17,10 +16,10 @@ from command_lines import options_from_words
 
 from effexport.base.errors import UserError
 from effexport.bench import advice as advise_module
-from effexport.bench import recommendation as advise_rendering
 from effexport.bench.advice import AdvicePlan, Adviser, Limits, least_ms_by_products, misses
 from effexport.bench.grid import BenchCase, BenchRow, Grid, Status, models_from_text
 from effexport.bench.recommendation import (
+    BFLOAT16_HERE,
     NOTHING_MEASURED,
     OTHER_MODELS,
     Advice,
@@ -87,15 +86,10 @@ def test_the_fastest_within_the_limits_is_to_be_used_and_the_command_builds_it()
     assert OTHER_MODELS in advice.sentences
 
 
-def test_on_a_processor_with_tiles_the_last_sentence_names_bfloat16(
-    each_processor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    openvino = SimpleNamespace(package=SimpleNamespace(version="2026.4"))
-    monkeypatch.setitem(advise_rendering.RUNTIMES, "openvino", openvino)
+def test_on_a_processor_with_fast_bfloat16_the_last_sentence_names_it(each_processor: str) -> None:
     plan = plan_of("linear,nystrom")
     advice = advice_of(plan, row_of(plan, "linear", 120.0), row_of(plan, "nystrom", 150.0))
-    last = "multiplies bfloat16 in tiles (AMX)" if each_processor == "AMX" else "The variants are different models"
-    assert last in advice.sentences[-1]
+    assert advice.sentences[-1] == (BFLOAT16_HERE if each_processor == "AMX" else OTHER_MODELS)
     # without a measurement there is no advice, on any processor
     nothing = advice_of(plan, left_out(plan, "linear", "onnxruntime is not installed"))
     assert nothing.sentences == (NOTHING_MEASURED,)
