@@ -90,6 +90,27 @@ class Hidden(Two):
         return self.b(x)
 
 
+class Experts(Two):
+    """Each layer adds to the tokens that it is chosen for, and one of them is chosen for none."""
+
+    def forward(self, x: Any) -> Any:
+        tokens = x.flatten(0, 1)
+        for layer, least in ((self.a, 0.0), (self.b, 1e6)):
+            (row,) = (tokens[:, 0] > least).nonzero(as_tuple=True)
+            tokens = tokens.index_put((row,), layer(tokens[row]), accumulate=True)
+        return tokens.view_as(x)
+
+
+class Padded(Two):
+    """Rounds padding, too, and the file, which is traced for 5 tokens, none."""
+
+    def forward(self, x: Any) -> Any:
+        n = x.shape[1]
+        if n % 5:
+            x = nn.functional.pad(x, (0, 0, 0, 5 - n % 5))
+        return super().forward(x)[:, :n]
+
+
 class Bounded(Two):
     def forward(self, x: Any) -> Any:
         return self.b(torch.clamp(self.a(nn.functional.relu6(x)), -1, 1))
@@ -134,6 +155,14 @@ def test_layers_are_found_by_their_weights(kind: Any, precision: str, tmp_path: 
     away = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
     least, most = {"bf16": (5e-4, 1e-2), "int8": (2e-3, 3e-2)}[precision]
     assert least < away < most
+
+
+@pytest.mark.parametrize(("kind", "outcomes"), [(Experts, {"passed"}), (Padded, {"passed", "not applicable"})])
+def test_a_layer_may_read_no_token_or_others_than_in_the_file(kind: Any, outcomes: set[str], tmp_path: Path) -> None:
+    report = built(kind(), tmp_path, precision="int8").report
+    assert report.verdict == "passed"
+    assert {check.outcome for check in report.checks if check.kind == Kind.GIVEN_ROUNDINGS} == outcomes
+    assert {check.status for check in report.checks if check.kind == Kind.QUANTIZED_RUN} == {"passed"}
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
