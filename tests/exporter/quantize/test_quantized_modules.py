@@ -181,6 +181,25 @@ def test_a_layer_with_hooks_stays_float(tmp_path: Path) -> None:
     assert any("hooks" in product.reason for product in record.products)
 
 
+def test_a_layer_whose_weights_alone_are_used_stays_float_with_the_reason(tmp_path: Path) -> None:
+    class Functional(Two):
+        def forward(self, x: Any) -> Any:
+            return nn.functional.linear(self.a(x), self.b.weight)
+
+    record = built(Functional(), tmp_path, precision="int8").artifact.manifest.quantization
+    assert [layer.layer for layer in record.layers] == ["a"]
+    reasons = {(product.layer, product.operator): product.reason for product in record.products}
+    assert reasons["b", "Linear"].startswith("it is not called")
+    assert "not those of an nn.Linear that is called" in reasons["", "MatMul"]
+
+    module = Functional()
+    module.a = nn.Identity()
+    with pytest.raises(
+        EffexportError, match=r"\(b: it is not called: .*\); an nn.Linear that it calls could be: build"
+    ):
+        built(module, tmp_path / "none", precision="bf16")
+
+
 def test_smoothing_is_checked_on_all_samples(tmp_path: Path) -> None:
     class Sometimes(nn.Module):  # type: ignore[name-defined, misc]
         """The norm is also read by a branch that the first sample does not take."""
