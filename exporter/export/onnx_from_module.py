@@ -153,7 +153,9 @@ def traced_graph(
 
 def finish_graph(traced: bytes, module: nn.Module, signature: GraphSignature, file: GraphFile) -> Written:
     """Put the weights of a module into its traced graph, complete it, save it and check its signature."""
-    model, spec, path, quantization = optimized_graph(traced, module), file.spec, file.path, file.quantization
+    spec, path, quantization = file.spec, file.path, file.quantization
+    layers = () if quantization is None else quantization.layers
+    model = optimized_graph(traced, module, [layer.layer for layer in layers])
     make_portable(model)
     if spec.arithmetic == "bf16":
         avoid_missing_bfloat16(model)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from effexport.base.dtypes import Array, numpy_dtype
 from effexport.base.errors import StageError
@@ -49,17 +50,21 @@ def quantize_graph(model: ir.Model, record: Quantization, paths: Mapping[ir.Node
             calls[path] += 1
     missing = [layer.layer for layer in (*record.layers, *record.embeddings) if not calls[layer.layer]]
     if missing:
+        remedy = " ".join(f"--keep-float {path}" for path in missing)
         raise StageError(
             STAGE,
-            f"the graph has no product with constant weights of {missing[0]}; leave it float with --keep-float "
-            f"{missing[0]}",
+            f"the graph has no product with constant weights of {' and of '.join(missing)}; build with {remedy}",
         )
-    rewrite.remove_unused()
+    RemoveUnusedNodesPass()(model)
     return tuple(rewrite.unrounded)
 
 
 def constant_of(value: ir.Value | None) -> Array | None:
-    """The numbers of a float32 matrix that is an initializer; None for anything else."""
+    """The numbers of a float32 matrix that is an initializer, or the transpose of one, as torch.onnx leaves it where
+    large weights are read more than once; None for anything else."""
+    if value is not None and (node := value.producer()) is not None and node.op_type == "Transpose":
+        given = constant_of(node.inputs[0])
+        return None if given is None or node.attributes.get_ints("perm", (1, 0)) != (1, 0) else given.T
     if value is None or value.const_value is None or value.producer() is not None:
         return None
     if len(value.const_value.shape) != 2 or value.const_value.dtype.name != "FLOAT":
@@ -272,13 +277,6 @@ class QuantizedRewrite:
         """Replace a node and those that follow it by what `product` comes from."""
         last = nodes[-1]
         ir.convenience.replace_nodes_and_values(self.graph, last, list(nodes), [], last.outputs, [product])
-
-    def remove_unused(self) -> None:
-        """Remove the float weights that nothing reads any more."""
-        outputs = {value.name for value in self.graph.outputs}
-        for name, value in list(self.graph.initializers.items()):
-            if not value.uses() and name not in outputs:
-                del self.graph.initializers[name]
 
 
 class Tail:

@@ -8,11 +8,12 @@ with other weights, it is the file that an export of these weights would write.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import lzma
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import onnx
@@ -79,11 +80,11 @@ def graph_without_numbers(traced: bytes) -> bytes:
     return found
 
 
-def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
+def optimized_graph(traced: bytes, module: nn.Module, layers: Collection[str] = ()) -> ir.Model:
     """A traced graph with the weights of a module as initializers, optimised as torch.onnx does.
 
     traced: checked with `why_not_traced`. module: of the same classes and sizes as the one that was traced, at the same
-    precision.
+    precision. layers: see `name_products`.
     """
     import torch.onnx
     from onnxscript import optimizer
@@ -96,6 +97,7 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
         model.graph.inputs.remove(value)
         value.const_value = tensor
         model.graph.register_initializer(value)
+    name_products(model, module, layers)
     leave_slices(model)
     program = torch.onnx.ONNXProgram(model, None)
     try:
@@ -110,6 +112,20 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
             "export", f"torch.onnx could not optimise the graph: {cause}; --debug shows the traceback"
         ) from error
     return program.model
+
+
+def name_products(model: ir.Model, module: nn.Module, layers: Collection[str]) -> None:
+    """Give the products of linear layers the paths of their layers where torch.export has lost them, as it does in
+    `torch.no_grad()` and in the forward of an autograd function: by the weights that they read."""
+    named = {path for path, child in module.named_modules(remove_duplicate=False) if isinstance(child, nn.Linear)}
+    for path in layers:
+        weight = model.graph.initializers.get(f"{path}.weight")
+        readers = [] if weight is None else weight.consumers()
+        readers = [each for node in readers for each in (node.successors() if node.op_type == "Transpose" else [node])]
+        for node in readers:
+            scopes = ast.literal_eval(node.metadata_props.get(SCOPES_KEY, "[]"))
+            if node.op_type in ("MatMul", "Gemm") and scopes and not named.intersection(scopes[-2:-1]):
+                node.metadata_props[SCOPES_KEY] = repr([*scopes[:-1], path, scopes[-1]])
 
 
 def leave_slices(model: ir.Model) -> None:

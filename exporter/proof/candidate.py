@@ -182,7 +182,7 @@ class OpenedCandidate:
         feeds = dict(inputs)
         for name, value in self._values.items():
             feeds[value + GIVEN_SUFFIX] = np.ascontiguousarray(given[name])
-        results = self._given.run(feeds)
+        results = self._given.run_complete(feeds)
         own = {name: results.pop(value) for name, value in self._values.items()}
         return results, own
 

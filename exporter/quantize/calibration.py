@@ -22,6 +22,7 @@ from effexport.base.errors import StageError
 from effexport.quantize.modules import (
     FP8_LARGEST,
     INT8_LARGEST,
+    NOT_CALLED,
     RoundedLinear,
     is_within,
     layers_to_quantize,
@@ -30,7 +31,7 @@ from effexport.quantize.modules import (
     recorded_inputs,
     smoothed,
 )
-from effexport.quantize.record import Loss, Quantization, QuantizedLayer, Samples, Smoothing
+from effexport.quantize.record import FloatProduct, Loss, Quantization, QuantizedLayer, Samples, Smoothing
 
 if TYPE_CHECKING:
     from effexport.base.dtypes import Array
@@ -72,7 +73,6 @@ def prepared(
     record = Quantization(
         precision=spec.precision,  # type: ignore[arg-type]
         scales=spec.scales,
-        products=tuple(floats),
         samples=origin,
         smooth=spec.smooth,
         max_loss=spec.max_loss,
@@ -102,10 +102,16 @@ def prepared(
         for path in tables
         if spec.quantize_embeddings and not any(is_within(path, name) for name in spec.keep_float)
     )
+    floats += [FloatProduct(layer=path, operator="Linear", reason=NOT_CALLED) for path in chosen if path not in called]
     if not layers:
-        reasons = "; ".join(f"{product.layer}: {product.reason}" for product in floats)
-        raise StageError(STAGE, f"the model has no layer that can be quantised{f' ({reasons})' * bool(reasons)}")
-    record = msgspec.structs.replace(record, layers=layers, embeddings=embeddings)
+        reasons = "; ".join(f"{product.layer}: {product.reason}".removeprefix(": ") for product in floats)
+        why = f" ({reasons})" if reasons else ""
+        raise StageError(
+            STAGE,
+            f"the model has no layer that can be quantised{why}; an nn.Linear that it calls could be: build with "
+            "--precision fp32",
+        )
+    record = msgspec.structs.replace(record, layers=layers, embeddings=embeddings, products=tuple(floats))
     trial = Trial(quantized_module(module, record), original, samples[:LOSS_SAMPLES], run)
     return module, within_loss(measured(record, trial), trial, task_loss)
 

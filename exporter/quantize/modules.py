@@ -26,7 +26,8 @@ from effexport.quantize.record import FloatProduct, Quantization, QuantizedLayer
 
 # Below this, the sums are too short for what scales cost; NVIDIA's ModelOpt draws the same line.
 SMALLEST_WIDTH = 16
-COMPUTED = "both factors are computed as the model runs, or its weights are not those of a linear layer"
+COMPUTED = "both factors are computed as the model runs, or its weights are not those of an nn.Linear that is called"
+NOT_CALLED = "it is not called: its weights are used otherwise, or not at all"
 ASKED = "asked for with --keep-float"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import effexport
@@ -61,6 +62,55 @@ class OneInputOfTwo(Two):
         return self.a(x) + self.b(x) + self.a(x * 20)
 
 
+class LargeTwice(nn.Module):  # type: ignore[name-defined, misc]
+    """Layers that run twice, with so many weights that torch.onnx leaves their transposition in the graph then; two of
+    them share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(32, 288), nn.Linear(288, 32), nn.Linear(288, 32)
+        self.c.weight = self.b.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.c(torch.relu(self.a(self.b(torch.relu(self.a(x))))))
+
+
+class Hidden(Two):
+    """torch.export forgets which layers run in such blocks. One of them reads rows of tokens, another runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            x = self.c(self.a(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+            x = self.a(torch.relu(x))
+        return self.b(x)
+
+
+class Experts(Two):
+    """Each layer adds to the tokens that it is chosen for, and one of them is chosen for none."""
+
+    def forward(self, x: Any) -> Any:
+        tokens = x.flatten(0, 1)
+        for layer, least in ((self.a, 0.0), (self.b, 1e6)):
+            (row,) = (tokens[:, 0] > least).nonzero(as_tuple=True)
+            tokens = tokens.index_put((row,), layer(tokens[row]), accumulate=True)
+        return tokens.view_as(x)
+
+
+class Padded(Two):
+    """Rounds padding, too, and the file, which is traced for 5 tokens, none."""
+
+    def forward(self, x: Any) -> Any:
+        n = x.shape[1]
+        if n % 5:
+            x = nn.functional.pad(x, (0, 0, 0, 5 - n % 5))
+        return super().forward(x)[:, :n]
+
+
 class Bounded(Two):
     def forward(self, x: Any) -> Any:
         return self.b(torch.clamp(self.a(nn.functional.relu6(x)), -1, 1))
@@ -81,8 +131,38 @@ def samples(folder: Path, scale: float = 1.0) -> Path:
 def test_roundings_are_compared_whatever_the_module_does_with_its_layers(
     module: Any, precision: str, tmp_path: Path
 ) -> None:
-    report = built(module(), tmp_path, precision=precision).report
-    assert {check.status for check in report.checks if check.kind == Kind.GIVEN_ROUNDINGS} == {"passed"}
+    assert_roundings_are_compared(built(module(), tmp_path, precision=precision).report)
+
+
+def assert_roundings_are_compared(report: Any) -> None:
+    statuses = {check.status for check in report.checks if check.kind == Kind.GIVEN_ROUNDINGS}
+    assert (report.verdict, statuses) == ("passed", {"passed"})
+
+
+@pytest.mark.parametrize("precision", ["int8", "bf16"])
+@pytest.mark.parametrize("kind", [LargeTwice, Hidden], ids=lambda kind: str(kind.__name__))
+def test_layers_are_found_by_their_weights(kind: Any, precision: str, tmp_path: Path) -> None:
+    module = kind().eval()
+    result = built(module, tmp_path, precision=precision)
+    assert_roundings_are_compared(result.report)
+    others = {node.op_type for node in onnx.load(str(result.artifact.model_path)).graph.node}
+    assert not {"MatMul", "Gemm", "Transpose"} & others
+
+    x = torch.randn(3, 7, 32)
+    with effexport.load(result.artifact.path) as runner, torch.no_grad():
+        (found,) = runner.run({"x": x.numpy()}).values()
+        expected = module.double()(x.double()).numpy()
+    away = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+    least, most = {"bf16": (5e-4, 1e-2), "int8": (2e-3, 3e-2)}[precision]
+    assert least < away < most
+
+
+@pytest.mark.parametrize(("kind", "outcomes"), [(Experts, {"passed"}), (Padded, {"passed", "not applicable"})])
+def test_a_layer_may_read_no_token_or_others_than_in_the_file(kind: Any, outcomes: set[str], tmp_path: Path) -> None:
+    report = built(kind(), tmp_path, precision="int8").report
+    assert report.verdict == "passed"
+    assert {check.outcome for check in report.checks if check.kind == Kind.GIVEN_ROUNDINGS} == outcomes
+    assert {check.status for check in report.checks if check.kind == Kind.QUANTIZED_RUN} == {"passed"}
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
@@ -99,6 +179,25 @@ def test_a_layer_with_hooks_stays_float(tmp_path: Path) -> None:
     assert record is not None
     assert [layer.layer for layer in record.layers] == ["b"]
     assert any("hooks" in product.reason for product in record.products)
+
+
+def test_a_layer_whose_weights_alone_are_used_stays_float_with_the_reason(tmp_path: Path) -> None:
+    class Functional(Two):
+        def forward(self, x: Any) -> Any:
+            return nn.functional.linear(self.a(x), self.b.weight)
+
+    record = built(Functional(), tmp_path, precision="int8").artifact.manifest.quantization
+    assert [layer.layer for layer in record.layers] == ["a"]
+    reasons = {(product.layer, product.operator): product.reason for product in record.products}
+    assert reasons["b", "Linear"].startswith("it is not called")
+    assert "not those of an nn.Linear that is called" in reasons["", "MatMul"]
+
+    module = Functional()
+    module.a = nn.Identity()
+    with pytest.raises(
+        EffexportError, match=r"\(b: it is not called: .*\); an nn.Linear that it calls could be: build"
+    ):
+        built(module, tmp_path / "none", precision="bf16")
 
 
 def test_smoothing_is_checked_on_all_samples(tmp_path: Path) -> None:
