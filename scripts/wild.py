@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ BAD = ("wrong", "crashed")
 
 def row_of(model: Model) -> Row:
     """A model, whose result depends on the source of its row in the table."""
-    sources = inspect.getsource(wild.models).partition("MODELS = (")[2].split("\n    ")
+    # rows begin at this indentation, and their other lines further to the right
+    sources = re.split(r"\n    (?=\w)", inspect.getsource(wild.models).partition("MODELS = (")[2])
     source = next(text for text in sources if json.dumps(model.name, ensure_ascii=False) in text)
     facts = {"name": model.name, "package": model.package, "commit": commit()}
     return Row(model.name, ENVIRONMENT, facts, source)
