@@ -12,23 +12,22 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import Case, Contract, Output, load_contract
-from effexport.plugins.ops import CUDA_OPS
+from effexport.plugins.contract import Case, Contract, Output
 from gpu.building import load_kernels
 from gpu.device import ALL_BLOCKS, FEW_BLOCKS, KernelError, Kernels
 from gpu.samples import pieces, relative_error
-from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
+from gpu.stages import FAILED, LATE, NOT_RUN, PASSED, Result, Run
 
 # Arrays stay aligned as cudaMalloc aligns them.
 GUARD_BYTES = 256
 POISON = 0xFF
-LATE = "not run: no time was left"
 
 
 class Guarded:
@@ -46,23 +45,20 @@ class Guarded:
 
 def check(run: Run) -> Result:
     kernels = load_kernels(run)
-    found: list[dict[str, Any]] = []
-    checks = [(op.torch_name, load_contract(op)) for op in CUDA_OPS.values() if op.torch_name in run.ops]
-    cases = [
-        (name, check, case)
-        for name, check in checks
-        for case in (check.small if run.device.emulated else (*check.small, *check.checked, *check.huge))
-    ]
-    for (name, check, case), in_time in run.in_time(cases):
-        if not in_time:
-            found.append({"op": name, "case": case.name, "problem": LATE})
-            continue
+
+    def checked(name: str, check: Contract, case: Case) -> dict[str, Any]:
         # arrays of two huge cases, with their references, may be too much for the GPU's memory
         with one_at_a_time(run.work / "huge") if case in check.huge else nullcontext():
-            found.append(check_case(kernels, name, check, case))
+            result = check_case(kernels, name, check, case)
             kernels.device.free_memory()
-        run.keep("correctness", {"cases": found})
-    return result_of(found)
+        return result
+
+    cases = [
+        ({"op": name, "case": case.name}, partial(checked, name, check, case))
+        for name, check in run.contracts.items()
+        for case in (check.small if run.device.emulated else (*check.small, *check.checked, *check.huge))
+    ]
+    return result_of(run.found_in_time("correctness", "cases", cases))
 
 
 @contextmanager

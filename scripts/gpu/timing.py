@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Timed, Work, load_contract
-from effexport.plugins.ops import CUDA_OPS
+from effexport.plugins.contract import AtMost, Case, Contract, FasterThan, Timed, Work
 from gpu.bounds import Rates, bound_of
 from gpu.building import load_kernels
 from gpu.device import Device, Kernels
@@ -27,16 +26,12 @@ def time_operators(run: Run) -> Result:
     kernels = load_kernels(run)
     forbid_tf32()
     ceilings = measured_ceilings(run.device)
-    found: list[dict[str, Any]] = []
-    checks = [(op.torch_name, load_contract(op)) for op in CUDA_OPS.values() if op.torch_name in run.ops]
-    cases = [(name, check, timed) for name, check in checks for timed in check.timed]
-    for (name, check, timed), in_time in run.in_time(cases):
-        if not in_time:
-            found.append({"op": name, "case": timed.case.name, "problem": "no time was left"})
-            continue
-        found.append(time_case(kernels, name, check, timed, ceilings))
-        run.keep("timing", {"ceilings": ceilings, "timings": found})
-        run.device.free_memory()
+    cases = [
+        ({"op": name, "case": timed.case.name}, partial(time_case, kernels, name, check, timed, ceilings))
+        for name, check in run.contracts.items()
+        for timed in check.timed
+    ]
+    found = run.found_in_time("timing", "timings", cases, ceilings=ceilings)
     return result_of(found, {"ceilings": ceilings, "timings": found})
 
 
