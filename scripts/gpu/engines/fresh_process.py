@@ -129,7 +129,7 @@ def compare_runners(engine: Path, target: str, index_limit: int) -> dict[str, An
     with open_runner(engine) as runner:
         sizes = random_sizes(runner, CHANGING_SHAPES, rng)
         order = [0] * FIXED_RUNS + [int(index) for index in rng.permutation(len(sizes))]
-        feeds = [random_feeds(runner, size, index_limit, rng) for size in sizes]
+        feeds = [random_feeds(runner.inputs, size, index_limit, rng) for size in sizes]
         ours = [runner.run(feeds[index]) for index in order]
     theirs = polygraphy_outputs(engine, target, [feeds[index] for index in order])
     different = [
@@ -199,7 +199,7 @@ def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int, seconds: fl
     import numpy as np
 
     rng = np.random.default_rng(0)
-    feeds = [random_feeds(runner, sizes, index_limit, rng) for sizes in random_sizes(runner, SHAPES, rng)]
+    feeds = [random_feeds(runner.inputs, sizes, index_limit, rng) for sizes in random_sizes(runner, SHAPES, rng)]
     first: dict[int, Arrays] = {}
     samples, changed, done = [], 0, runs
     started = time.monotonic()
