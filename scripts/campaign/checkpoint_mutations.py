@@ -11,6 +11,7 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ SHARDS = ("model-1.safetensors", "model-2.safetensors")
 PLACES = ("../model.safetensors", "/etc/passwd", "", ".", "..", "a/b", "\u0000", "x" * 5000, "\ud800", "loop", "folder")
 
 
+# Element types that no checkpoint should have.
+DTYPES = (torch.int32, torch.bool, torch.complex64, torch.float64, torch.bfloat16, torch.float8_e4m3fn)
 # Instructions of pickles, for a pickle that has them where others were.
 INSTRUCTIONS = b"(.)]}KMJXUGNQRabcehjqrstu\x85\x86\x87\x88\x89\x8a\x8b\x93\x94\x95"
 
@@ -141,7 +144,7 @@ def safetensors(folder: Path, dice: random.Random) -> str:
     names = [name for name in header if name != "__metadata__"]
     name, other = dice.sample(names, 2)
     entry = header[name]
-    kinds = (
+    ways = (
         "shape",
         "shape",
         "dtype",
@@ -155,7 +158,7 @@ def safetensors(folder: Path, dice: random.Random) -> str:
         "any",
         "sparse",
     )
-    how = dice.choice((*kinds, "damage"))
+    how = dice.choice((*ways, "damage"))
     text = None
     if how == "damage":
         return damage(path, dice)
@@ -245,68 +248,46 @@ def pickled(folder: Path, dice: random.Random) -> str:
     (folder / "model.safetensors").unlink()
     name = dice.choice(list(weights))
     tensor = weights[name]
-    how = dice.choice(
-        (
-            "as it is",
-            "code",
-            "bytes",
-            "large",
-            "wrong",
-            "kind",
-            "name",
-            "list",
-            "bomb",
-            "overlap",
-            "damage",
-            "expand",
-            "huge",
-            "bomb of instructions",
-            "impossible tensor",
-            "instruction",
-        )
-    )
     marker = folder / "executed"
-    if how == "code":
-        weights[name] = dice.choice((Runs(os.system, f"touch {marker}"), Runs(eval, "1"), Runs(Path.touch, marker)))
-    elif how == "bytes":
-        weights["extra"] = dice.choice((Runs(bytearray, 2**36), bytearray(100), Runs(torch.Tensor, 2**36)))
-    elif how == "wrong":
-        weights[name] = dice.choice((1, "x", None, [tensor], {"a": tensor}, {1}, 1j))
-    elif how == "kind":
-        kinds = (torch.int32, torch.bool, torch.complex64, torch.float64, torch.bfloat16, torch.float8_e4m3fn)
-        kind = dice.choice((*kinds, "sparse", "quantised"))
-        if kind == "sparse":
-            weights[name] = tensor.to_sparse()
-        elif kind == "quantised":
-            weights[name] = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
-        else:
-            weights[name] = tensor.to(kind)
-        how += f" {kind}"
+    kinds = [tensor.to_sparse, partial(torch.quantize_per_tensor, tensor, 0.1, 0, torch.qint8)]
+    kinds += [partial(tensor.to, dtype) for dtype in DTYPES]
+    # in the place of one tensor, and beside all of them
+    replaced: dict[str, Callable[[], Any]] = {
+        "code": lambda: dice.choice((Runs(os.system, f"touch {marker}"), Runs(eval, "1"), Runs(Path.touch, marker))),
+        "wrong": lambda: dice.choice((1, "x", None, [tensor], {"a": tensor}, {1}, 1j)),
+        "kind": lambda: dice.choice(kinds)(),
+        "expand": lambda: torch.zeros(1).expand(2**20, 2**20),
+    }
+    added: dict[str, Callable[[], Any]] = {
+        "bytes": lambda: dice.choice((Runs(bytearray, 2**36), bytearray(100), Runs(torch.Tensor, 2**36))),
+        "huge": lambda: torch.zeros(1).expand(2**40),
+    }
+    others = ("as it is", "large", "name", "list", "bomb", "overlap", "damage")
+    pickles = ("bomb of instructions", "impossible tensor", "instruction")
+    how = dice.choice((*replaced, *added, *others, *pickles))
+    if how in replaced:
+        weights[name] = replaced[how]()
+    elif how in added:
+        weights["extra"] = added[how]()
     elif how == "name":
         weights[dice.choice((1, None, (1, 2), "x" * 5000, "\n\x1b[2J", ""))] = weights.pop(name)
-    elif how == "expand":
-        weights[name] = torch.zeros(1).expand(2**20, 2**20)
-    elif how == "huge":
-        weights["extra"] = torch.zeros(1).expand(2**40)
-    saved: Any = list(weights.values()) if how == "list" else weights
-    torch.save(saved, path, _use_new_zipfile_serialization=not old)
-    if how in ("bomb of instructions", "impossible tensor"):
-        known = (
-            BOMBS if how.startswith("bomb") else {name: data for kind in VIEWS.values() for name, data in kind.items()}
-        )
-        name = dice.choice(list(known))
-        path.write_bytes(FORMS["old" if old else "archive"](known[name]))
-    elif how == "instruction":
-        how += f" {with_another_instruction(path, dice)}"
-    if how == "large" and not old:
-        recompressed(path, zipfile.ZIP_DEFLATED)
-    elif how == "bomb":
-        recompressed(path, zipfile.ZIP_DEFLATED, extra=LARGE)
-    elif how == "overlap" and zipfile.is_zipfile(path):
-        data = path.read_bytes()
-        path.write_bytes(data.replace(struct.pack("<I", len(tensor.untyped_storage())), struct.pack("<I", 2**31 - 1)))
-    elif how == "damage":
-        return damage(path, dice)
+    torch.save(list(weights.values()) if how == "list" else weights, path, _use_new_zipfile_serialization=not old)
+    match how:
+        case "bomb of instructions" | "impossible tensor":
+            known = BOMBS if how.startswith("bomb") else {key: x for kind in VIEWS.values() for key, x in kind.items()}
+            name = dice.choice(list(known))
+            path.write_bytes(FORMS["old" if old else "archive"](known[name]))
+        case "instruction":
+            how += f" {with_another_instruction(path, dice)}"
+        case "large" if not old:
+            recompressed(path, zipfile.ZIP_DEFLATED)
+        case "bomb":
+            recompressed(path, zipfile.ZIP_DEFLATED, extra=LARGE)
+        case "overlap" if zipfile.is_zipfile(path):
+            size = struct.pack("<I", len(tensor.untyped_storage()))
+            path.write_bytes(path.read_bytes().replace(size, struct.pack("<I", 2**31 - 1)))
+        case "damage":
+            return damage(path, dice)
     return f"pickle, {'old' if old else 'new'}: {how} of {name}"
 
 
