@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import wild.models
-from kept_rows import Row, Script, answer_child, options_of, results_of
+from kept_rows import Row, Script, options_of, results_of
 from portability.environments import SharedVenv
 from wild.models import MODELS, Model
 from wild.page import page_of_results
@@ -58,10 +58,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = options_of(__doc__, [model.name for model in MODELS], "--model", minutes=40)
-    if options.child:
-        answer_child(options.child, measured)
-        return
+    options = options_of(__doc__, [model.name for model in MODELS], "--model", 40, measured)
     # all that the fast tests need
     tests = ["bash", "-c", "source scripts/test_environment.sh && ensure_tests fast"]
     subprocess.run(tests, check=True, cwd=ROOT)
