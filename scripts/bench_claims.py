@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
@@ -41,7 +41,7 @@ from effexport.base.errors import EffexportError
 from effexport.base.machine import Processor
 from effexport.base.spec import build_spec_from_options
 from effexport.bench.candidates import inputs_of_case, onnx_from_case
-from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model
+from effexport.bench.grid import BenchCase, BenchRow, Grid, Model
 from effexport.bench.run import Settings, bench
 from effexport.export.onnx_from_module import GraphFile, onnx_with_state
 from effexport.models.encoder.module import DecodeStep, Encoder, Prefill, module_from_spec
@@ -130,22 +130,27 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measured(
-    variant: str, runtimes: Sequence[str], rounds: int, *, memory: bool = False, options: dict[str, Any], **sizes: Any
+    variant: str,
+    runtimes: Sequence[str],
+    rounds: int,
+    *,
+    seq_len: int,
+    batch: int = 1,
+    memory: bool = False,
+    options: Mapping[str, Any] | None = None,
+    **sizes: Any,
 ) -> dict[str, BenchRow]:
     """Rows of one model by runtime. Exits if one was not timed or was disturbed."""
-    grid = Grid(models=(Model(variant, options),), runtimes=tuple(runtimes), **grid_sizes(**sizes))
-    return {row.case.runtime: checked(row) for row in run(grid, rounds, memory).rows}
-
-
-def grid_sizes(*, seq_len: int, batch: int = 1, **rest: Any) -> dict[str, Any]:
-    return {"seq_lens": (seq_len,), "batches": (batch,), **rest}
-
-
-def run(grid: Grid, rounds: int, memory: bool = False) -> BenchResults:
+    models = (Model(variant, options or {}),)
+    grid = Grid(models=models, runtimes=tuple(runtimes), seq_lens=(seq_len,), batches=(batch,), **sizes)
     results = bench(grid, Settings(rounds=rounds, memory=memory, max_seconds=60))
     if not results.complete:
         raise KeyboardInterrupt
-    return results
+    return {row.case.runtime: checked(row) for row in results.rows}
+
+
+def in_ort(variant: str, rounds: int, **sizes: Any) -> BenchRow:
+    return measured(variant, ("ort",), rounds, **sizes)["ort"]
 
 
 def checked(row: BenchRow) -> BenchRow:
@@ -174,7 +179,7 @@ def faster(slow_ms: float, fast_ms: float, limit: float, what: str) -> Claim:
 
 
 def lsh(rounds: int) -> Iterator[Claim]:
-    rows = measured("lsh", ("naive", "ort"), rounds, options={}, seq_len=8192)
+    rows = measured("lsh", ("naive", "ort"), rounds, seq_len=8192)
     yield faster(ms(rows["naive"]), ms(rows["ort"]), 3, "lsh at 8192: times faster than the naive export")
     yield above_floor(rows["ort"], 1.6, "lsh at 8192")
     theirs, ours = transformers_layer(), layer_with_projections("lsh", 8192)
@@ -205,11 +210,11 @@ def transformers_layer() -> Call:
     layer = LSHSelfAttention(config).eval()
     hidden = torch.randn(1, 8192, 512, generator=torch.Generator().manual_seed(0))
 
-    def call() -> None:
-        with torch.inference_mode():
-            layer(hidden)
+    return without_gradients(partial(layer, hidden))
 
-    return call
+
+def without_gradients(call: Call) -> Call:
+    return torch.inference_mode()(call)
 
 
 def layer_with_projections(variant: str, seq_len: int) -> Call:
@@ -246,19 +251,15 @@ def nystrom(rounds: int) -> Iterator[Claim]:
     yield above_floor(rows["ort"], 1.5, "nystrom-64 with convolution at 8192")
     yield faster(ms(rows["torch"]), ms(rows["ort"]), 1.5, "nystrom-64 at 8192: times faster than eager PyTorch")
     q, k, v = (torch.randn(1, 8, 8192, 64) for _ in range(3))
-
-    def attention() -> None:
-        with torch.inference_mode():
-            torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
+    attention = without_gradients(partial(nn.functional.scaled_dot_product_attention, q, k, v))
     seconds = medians_ms({"attention": attention}, max(3, rounds // 3))["attention"]
     what = "nystrom-64 at 8192: times faster than scaled_dot_product_attention"
     yield faster(seconds, ms(rows["ort"]), 25, what)
 
 
 def linear(rounds: int) -> Iterator[Claim]:
-    row = measured("linear", ("ort",), rounds, options={}, heads=1, **LINEAR_SHAPE)["ort"]
-    causal = measured("linear", ("ort",), rounds, options={"causal": True}, heads=1, **LINEAR_SHAPE)["ort"]
+    row = in_ort("linear", rounds, heads=1, **LINEAR_SHAPE)
+    causal = in_ort("linear", rounds, options={"causal": True}, heads=1, **LINEAR_SHAPE)
     yield above_floor(row, 1.6, "linear, 32 × 6000 × 64")
     yield Claim(
         "linear, causal ÷ not causal", ms(causal) / ms(row), 3, False, f"{ms(causal):.1f} ms against {ms(row):.1f} ms"
@@ -272,10 +273,10 @@ def traditional_attention_ms() -> float:
     """Milliseconds of softmax(Q Kᵀ / √d) V written out in eager PyTorch, 32 × 6000 × 64; it needs 10 GB."""
     q, k, v = (torch.randn(LINEAR_SHAPE["batch"], LINEAR_SHAPE["seq_len"], LINEAR_SHAPE["head_dim"]) for _ in range(3))
 
+    @torch.inference_mode()
     def attention() -> None:
-        with torch.inference_mode():
-            weights = torch.softmax(torch.einsum("nld,nsd->nls", q, k) / math.sqrt(q.shape[-1]), dim=-1)
-            torch.einsum("nls,nsd->nld", weights, v)
+        weights = torch.softmax(torch.einsum("nld,nsd->nls", q, k) / math.sqrt(q.shape[-1]), dim=-1)
+        torch.einsum("nls,nsd->nld", weights, v)
 
     return medians_ms({"attention": attention}, 3)["attention"]
 
@@ -299,14 +300,13 @@ def decode(rounds: int) -> Iterator[Claim]:
 
 
 def aft(rounds: int) -> Iterator[Claim]:
-    row = measured("aft-simple", ("ort",), rounds, options={}, seq_len=8192)["ort"]
-    yield above_floor(row, 2, "aft-simple at 8192")
-    cases: tuple[tuple[str, dict[str, Any]], ...] = (("aft-local", {"window": 128}), ("aft-conv", {}))
-    for variant, options in cases:
-        checked_once = measured(variant, ("ort",), 3, options=options, seq_len=8192)["ort"]
+    yield above_floor(in_ort("aft-simple", rounds, seq_len=8192), 2, "aft-simple at 8192")
+    cases: dict[str, dict[str, Any]] = {"aft-local": {"window": 128}, "aft-conv": {}}
+    for variant, options in cases.items():
+        in_ort(variant, 3, options=options, seq_len=8192)  # exits if its answer is wrong
         calls = {str(n): bound_in_ort(case_of(variant, n, options=options)) for n in (8192, 16384)}
         times = medians_ms(calls, rounds)
-        what = f"{checked_once.case.variant}, 16384 tokens ÷ 8192 tokens"
+        what = f"{variant}, 16384 tokens ÷ 8192 tokens"
         figures = f"{times['16384']:.1f} ms against {times['8192']:.1f} ms"
         yield Claim(what, times["16384"] / times["8192"], 2.3, False, figures)
 
@@ -465,11 +465,11 @@ def precision(rounds: int) -> Iterator[Claim]:
 
 def memory(rounds: int) -> Iterator[Claim]:
     # at 16384 eager softmax needs 26 GB; its logits, and so its memory, grow with the square of the length
-    quarter = measured("softmax", ("torch",), 3, memory=True, options={}, seq_len=8192)["torch"].peak_bytes
+    quarter = measured("softmax", ("torch",), 3, memory=True, seq_len=8192)["torch"].peak_bytes
     assert quarter is not None
     softmax = 4 * quarter
     for variant in LEAN:
-        own = measured(variant, ("ort",), 3, memory=True, options={}, seq_len=16384)["ort"].peak_bytes
+        own = in_ort(variant, 3, memory=True, seq_len=16384).peak_bytes
         assert own is not None
         what = f"{variant} at 16384: peak memory ÷ that of eager softmax (4 × 8192)"
         yield Claim(what, own / softmax, 1 / 8, False, f"{own / 1e6:.0f} MB against {softmax / 1e6:.0f} MB")

@@ -94,9 +94,11 @@ def busy_s() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def client_share(outcome: Outcome) -> str:
+def remarks(outcome: Outcome) -> str:
+    """Counts of answers, and the share of the machine that the client took."""
     share = outcome.client_cpu_s / outcome.wall_s / (os.cpu_count() or 1)
-    return f"client {100 * share:.0f} % of the machine"
+    answers = f"wrong {outcome.wrong}, lost {outcome.lost}, statuses {dict(outcome.statuses)}"
+    return f"{answers}; client {100 * share:.0f} % of the machine"
 
 
 def runner_loop(bench: Bench, sizes: Counter[int]) -> tuple[float, float]:
@@ -138,9 +140,8 @@ async def throughput(bench: Bench) -> dict[str, Any]:
         print(
             f"  server {outcome.per_s:6.1f}/s, runner in a loop {loop_rate:6.1f}/s at the same batch sizes, "
             f"ratio {ratios[-1]:.2f}; CPU of a request {server_cpu * 1e3:.1f} and {loop_cpu_s / rows * 1e3:.1f} ms, "
-            f"ratio {cpu_ratios[-1]:.2f}; wrong {outcome.wrong}, lost {outcome.lost}, statuses "
-            f"{dict(outcome.statuses)}; "
-            f"{100 * computed / outcome.wall_s:.0f} % of the time in runs; {client_share(outcome)}"
+            f"ratio {cpu_ratios[-1]:.2f}; {100 * computed / outcome.wall_s:.0f} % of the time in runs; "
+            f"{remarks(outcome)}"
         )
     mean = sum(size * count for size, count in sizes_seen.items()) / sum(sizes_seen.values())
     ratio = statistics.median(ratios)
@@ -204,8 +205,7 @@ async def mixed_round(
     found = (outcome.per_s, outcome.percentile_ms(0.5), outcome.percentile_ms(0.99))
     print(
         f"  {name:>10}: {found[0]:5.1f}/s, median {found[1]:.0f} ms, p99 {found[2]:.0f} ms, mean batch {mean:.2f}, "
-        f"{server.rss_bytes / MIB:.0f} MiB; wrong {outcome.wrong}, lost {outcome.lost}, statuses "
-        f"{dict(outcome.statuses)}; CPU of a request {cpu / len(samples) * 1e3:.0f} ms; {client_share(outcome)}, "
+        f"{server.rss_bytes / MIB:.0f} MiB; CPU of a request {cpu / len(samples) * 1e3:.0f} ms; {remarks(outcome)}, "
         f"other processes {100 * others:.0f} %",
         flush=True,
     )
@@ -227,8 +227,7 @@ async def latency(bench: Bench) -> dict[str, Any]:
         p50, p99 = outcome.percentile_ms(0.5), outcome.percentile_ms(0.99)
         print(
             f"  {name} arrivals at {capacity / 2:.1f}/s: median {p50:.1f} ms, p90 {outcome.percentile_ms(0.9):.1f} ms, "
-            f"p99 {p99:.1f} ms, p99 / median {p99 / p50:.2f}; {len(outcome.latencies_s)} requests, "
-            f"wrong {outcome.wrong}, lost {outcome.lost}; {client_share(outcome)}"
+            f"p99 {p99:.1f} ms, p99 / median {p99 / p50:.2f}; {len(outcome.latencies_s)} requests, {remarks(outcome)}"
         )
         result[name] = {"p50_ms": p50, "p99_ms": p99, "ratio": p99 / p50, "wrong": outcome.wrong, "lost": outcome.lost}
     print(f"  p99 / median with steady arrivals: {result['steady']['ratio']:.2f} (at most 3 wanted)")
@@ -252,16 +251,14 @@ async def overload(bench: Bench) -> dict[str, Any]:
     while await lone_latency(bench) > 2 * typical and time.perf_counter() - ended < 30:
         pass
     recovered = backlog_s + time.perf_counter() - ended
-    statuses = dict(outcome.statuses)
     print(
-        f"  {2 * capacity:.0f}/s for {outcome.wall_s:.0f} s: {statuses}, wrong {outcome.wrong}, lost {outcome.lost}, "
-        f"503 with Retry-After {outcome.retry_after}; answered {outcome.per_s:.1f}/s of {capacity:.1f}/s; "
-        f"{client_share(outcome)}\n"
+        f"  {2 * capacity:.0f}/s for {outcome.wall_s:.0f} s: 503 with Retry-After {outcome.retry_after}; answered "
+        f"{outcome.per_s:.1f}/s of {capacity:.1f}/s; {remarks(outcome)}\n"
         f"  RSS before {before / MIB:.0f} MiB, highest {max(highest) / MIB:.0f} MiB, after "
         f"{bench.server.rss_bytes / MIB:.0f} MiB; a lone request takes {typical * 1e3:.1f} ms, and at most twice that "
         f"again {recovered:.2f} s after the last arrival (at most 2 s wanted)"
     )
-    return {"statuses": statuses, "wrong": outcome.wrong, "lost": outcome.lost, "recovered_s": recovered,
+    return {"statuses": dict(outcome.statuses), "wrong": outcome.wrong, "lost": outcome.lost, "recovered_s": recovered,
             "rss_before": before, "rss_highest": max(highest), "capacity_per_s": capacity}  # fmt: skip
 
 

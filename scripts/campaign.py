@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
 
 from campaign.commands import Tally  # noqa: E402
+from pages import table  # noqa: E402
 
 PACKAGES_OF_TESTS = ("transformers", "pytest")
 SHOWN_PROBLEMS = 20
@@ -56,7 +57,7 @@ def main() -> None:
         parser.error(f"{', '.join(missing)} not installed; expected the packages of the tests; run: scripts/test.sh")
 
     failed = False
-    rows = ["| Part | Cases | Outcomes | Problems | Minutes |", "|---|---|---|---|---|"]
+    rows = []
     for name in options.part or PARTS:
         part, start = PARTS[name], time.monotonic()
         module = importlib.import_module(f"campaign.{name}")
@@ -64,11 +65,11 @@ def main() -> None:
             tally: Tally = module.run(options.cases or part.cases, options.seed, Path(folder))
         minutes = (time.monotonic() - start) / 60
         outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in tally.outcomes.most_common())
-        rows.append(f"| {part.title} | {tally.cases:,} | {outcomes} | {len(tally.problems)} | {minutes:.1f} |")
+        rows.append((part.title, f"{tally.cases:,}", outcomes, len(tally.problems), f"{minutes:.1f}"))
         for problem in tally.problems[:SHOWN_PROBLEMS]:
             print(f"{name}: {problem}", file=sys.stderr, flush=True)
         failed |= bool(tally.problems) or not tally.cases
-    print("\n".join(rows))
+    print(table(("Part", "Cases", "Outcomes", "Problems", "Minutes"), rows))
     sys.exit(failed)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pages import table, with_part
 from torch import Tensor, nn
 
 from effexport.base.spec import BuildSpec
@@ -317,14 +318,14 @@ def measured(row: Row) -> Measured:
     return Measured(row, errors, tuple(report.notes), len(cases))
 
 
-def table(found: Sequence[Measured]) -> str:
-    lines = ["| package | layer | option | operators | max / RMS, kernels | bodies |", "|---|---|---|---|---|---|"]
+def table_of_results(found: Sequence[Measured]) -> str:
+    rows = []
     for one in found:
         row = one.row
         shown = [f"{one.errors[name]:.1e}" if name in one.errors else "–" for name in ("kernel", "body")]
         kept = "as PyTorch has it" if any("as PyTorch has it" in note for note in one.remarks) else "ours"
-        lines.append(f"| {row.package} | `{row.layer}` | {row.option} | {kept} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+        rows.append((row.package, f"`{row.layer}`", row.option, kept, *shown))
+    return table(("package", "layer", "option", "operators", "max / RMS, kernels", "bodies"), rows)
 
 
 def main() -> None:
@@ -341,9 +342,8 @@ def main() -> None:
         for note in one.remarks:
             print("   ", note, file=sys.stderr)
     if not options.only:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
-        DOCUMENT.write_text(f"{text[:start]}\n{table(found)}\n{text[stop:]}", encoding="utf-8")
+        page = with_part(DOCUMENT.read_text(encoding="utf-8"), BEGIN, END, table_of_results(found))
+        DOCUMENT.write_text(page, encoding="utf-8")
     worst = float(np.max([error for one in found for error in one.errors.values()]))
     print(f"worst: {worst:.2g}, limit {LIMIT:g}")
     sys.exit(int(not worst <= LIMIT))

@@ -105,8 +105,13 @@ class Script:
         return result
 
 
-def options_of(about: str, keys: Sequence[str], flag: str, minutes: float) -> argparse.Namespace:
-    """The command line of a script: rows to measure, as `chosen`, and how; or, in its own process, `child`."""
+def options_of(
+    about: str, keys: Sequence[str], flag: str, minutes: float, measure: Callable[[str, Path], Result]
+) -> argparse.Namespace:
+    """The command line of a script: rows to measure, as `chosen`, and how.
+
+    In the process of a row, it measures the row, writes its result and exits.
+    """
     parser = argparse.ArgumentParser(description=about.split("\n\n")[0])
     parser.add_argument(flag, action="append", choices=keys, metavar="NAME", dest="chosen", help="only it; repeatable")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
@@ -115,7 +120,12 @@ def options_of(about: str, keys: Sequence[str], flag: str, minutes: float) -> ar
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread, %(default)s by default")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.child:
+        key, folder = options.child
+        Path(folder, "result.json").write_text(json.dumps(measure(key, Path(folder))), encoding="utf-8")
+        sys.exit()
+    return options
 
 
 def results_of(script: Script, rows: Sequence[Row], options: argparse.Namespace) -> Iterator[Result]:
@@ -135,9 +145,3 @@ def results_of(script: Script, rows: Sequence[Row], options: argparse.Namespace)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         yield from pool.map(result_of, chosen)
-
-
-def answer_child(child: Sequence[str], measure: Callable[[str, Path], Result]) -> None:
-    """Measure a row in this process and write its result."""
-    key, folder = child[0], Path(child[1])
-    (folder / "result.json").write_text(json.dumps(measure(key, folder)), encoding="utf-8")

@@ -39,6 +39,7 @@ from body_faults import (  # noqa: E402
     reason_for_no_op,
 )
 from fused_faults import ALL_FAULTS  # noqa: E402
+from pages import table  # noqa: E402
 from planted_faults import CONFIGURATIONS, VARIANTS, Fault, plant  # noqa: E402
 from small_specs import spec_of  # noqa: E402
 
@@ -155,17 +156,17 @@ def number(value: float) -> str:
     return f"{value:.1e}" if value < 0.1 or value >= 1e4 else f"{value:.3g}"
 
 
-def fault_table(results: Sequence[Outcome]) -> Iterator[str]:
-    """Lines of the table fault × variant: the smallest share of a limit, and all checks that failed."""
-    yield "| fault | " + " | ".join(VARIANTS) + " | caught by |"
-    yield "|---|" + "---|" * (len(VARIANTS) + 1)
+def fault_table(results: Sequence[Outcome]) -> str:
+    """The table fault × variant: the smallest share of a limit, and all checks that failed."""
+    rows = []
     for fault in ALL_FAULTS:
         own = [result for result in results if result.fault is fault]
         if not own:
             continue
         cells = [cell([result for result in own if result.variant == variant]) for variant in VARIANTS]
         names = dict.fromkeys(name for result in own for name in result.failed)
-        yield f"| **{fault.name}**: {fault.description} | {' | '.join(cells)} | {', '.join(names)} |"
+        rows.append((f"**{fault.name}**: {fault.description}", *cells, ", ".join(names)))
+    return table(("fault", *VARIANTS, "caught by"), rows)
 
 
 def cell(own: Sequence[Outcome]) -> str:
@@ -181,19 +182,16 @@ def cell(own: Sequence[Outcome]) -> str:
     return number(smallest) if 1 < smallest < math.inf else "caught"
 
 
-def healthy_table(results: Sequence[Outcome]) -> Iterator[str]:
-    """Lines of the table of errors of healthy models."""
-    yield f"| variant | configuration | {' | '.join(MEASURES)} |"
-    yield "|---|---|" + "---|" * len(MEASURES)
-    for result in results:
-        if result.fault is None and result.measures is not None:
-            yield f"| {result.variant} | {result.configuration} | {' | '.join(map(number, result.measures))} |"
+def healthy_table(results: Sequence[Outcome]) -> str:
+    """The table of errors of healthy models."""
+    measured = [(x, x.measures) for x in results if x.fault is None and x.measures is not None]
+    rows = [(result.variant, result.configuration, *map(number, measures)) for result, measures in measured]
+    return table(("variant", "configuration", *MEASURES), rows)
 
 
-def smallest_table(results: Sequence[Outcome]) -> Iterator[str]:
-    """Lines of the table of float32 errors by fault, the smallest among the models that it was planted into."""
-    yield f"| fault | {' | '.join(MEASURES)} |"
-    yield "|---|" + "---|" * len(MEASURES)
+def smallest_table(results: Sequence[Outcome]) -> str:
+    """The table of float32 errors by fault, the smallest among the models that it was planted into."""
+    rows = []
     for fault in ALL_FAULTS:
         measures = [
             result.measures
@@ -202,7 +200,8 @@ def smallest_table(results: Sequence[Outcome]) -> Iterator[str]:
             if result.measures is not None
         ]
         if measures:
-            yield f"| {fault.name} | {' | '.join(map(number, np.min(measures, axis=0)))} |"
+            rows.append((fault.name, *map(number, np.min(measures, axis=0))))
+    return table(("fault", *MEASURES), rows)
 
 
 @dataclass(frozen=True)
@@ -232,17 +231,17 @@ def body_outcomes() -> Iterator[BodyOutcome]:
                 yield BodyOutcome(fault, form, precision, check.status == "failed", no_op)
 
 
-def body_table(results: Sequence[BodyOutcome]) -> Iterator[str]:
-    """Lines of the table operator × edit: how many faults were caught, and how many edits change nothing."""
+def body_table(results: Sequence[BodyOutcome]) -> str:
+    """The table operator × edit: how many faults were caught, and how many edits change nothing."""
     edits = list(dict.fromkeys(result.fault.edit for result in results))
-    yield f"| body of | {' | '.join(edits)} | change nothing | types of nodes |"
-    yield "|---|" + "---|" * (len(edits) + 2)
+    rows = []
     for op in dict.fromkeys(result.fault.op for result in results):
         own = [result for result in results if result.fault.op == op]
         matter = [result for result in own if not result.no_op]
         cells = [caught_text([result for result in matter if result.fault.edit == edit]) for edit in edits]
         types = ", ".join(sorted({result.fault.node_type for result in matter}))
-        yield f"| `{op}` | {' | '.join(cells)} | {len(own) - len(matter)} | {types} |"
+        rows.append((f"`{op}`", *cells, len(own) - len(matter), types))
+    return table(("body of", *edits, "change nothing", "types of nodes"), rows)
 
 
 def caught_text(results: Sequence[BodyOutcome]) -> str:
@@ -270,11 +269,10 @@ def main() -> None:
     for body in bodies:
         if not body.as_expected:
             print(f"{'ALARM' if body.caught else 'ESCAPES'}: {body.form} {body.precision}: {body.fault} {body.no_op}")
-    print("\n".join(body_table(bodies)))
+    print(body_table(bodies))
     if options.markdown:
         tables = [fault_table(results), healthy_table(results), smallest_table(results), body_table(bodies)]
-        text = "\n\n".join("\n".join(table) for table in tables)
-        options.markdown.write_text(text + "\n", encoding="utf-8")
+        options.markdown.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
     kinds = {result.fault.name for result in results if result.fault is not None}
     planted = sum(result.fault is not None for result in results)
     wrong = sum(not result.as_expected for result in [*results, *bodies])

@@ -13,7 +13,6 @@ a result is not as expected, or if something could not run.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import multiprocessing
 import sys
@@ -21,7 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,22 +29,20 @@ sys.path[:0] = [str(ROOT / "tests" / "support")]
 from portability.cells import NOT_RUN, Matrix, Outcome  # noqa: E402
 from portability.environments import prepare  # noqa: E402
 from portability.known import surprise  # noqa: E402
-from portability.models import PRECISIONS, VARIANTS, exported_model  # noqa: E402
+from portability.models import PRECISIONS, VARIANTS  # noqa: E402
 from portability.page import PAGE, counts, page_of_outcomes  # noqa: E402
 from portability.tools import TABLE  # noqa: E402
 
 from effexport.base.environment import usable_cores  # noqa: E402
-from effexport.base.files import file_digest  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Row:
-    """A tool, by name, and models of one precision; what one process does. store: where outcomes are kept."""
+    """A tool, by name, and models of one precision; what one process does."""
 
     tool: str
     precision: str
     variants: Sequence[str]
-    store: Path | None
 
 
 def outcomes(rows: Sequence[Row], jobs: int) -> Iterator[Outcome]:
@@ -58,27 +55,12 @@ def outcomes(rows: Sequence[Row], jobs: int) -> Iterator[Outcome]:
 def row_outcomes(row: Row) -> list[Outcome]:
     logging.getLogger("torch.__trace").propagate = False
     tool = next(tool for tool in TABLE if tool.name == row.tool)
-    kept = {} if row.store is None or not row.store.exists() else kept_outcomes(row.store)
     found = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Matrix(Path(folder)) as matrix:
         for variant in row.variants:
-            key = f"{tool.version} {file_digest(exported_model(variant, row.precision).path)}"
-            earlier = kept.get((tool.name, variant, row.precision, key))
-            outcome = earlier or matrix.cell(tool, variant, row.precision)
-            found.append(outcome)
-            print(line(outcome), flush=True)
-            if row.store is not None and earlier is None and outcome.verdict != NOT_RUN:
-                with row.store.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps({"key": key, **asdict(outcome)}) + "\n")
+            found.append(matrix.cell(tool, variant, row.precision))
+            print(line(found[-1]), flush=True)
     return found
-
-
-def kept_outcomes(store: Path) -> dict[tuple[str, str, str, str], Outcome]:
-    """Outcomes of an earlier run, by tool, variant, precision, and a key of the tool's version and the model."""
-    rows = [json.loads(text) for text in store.read_text(encoding="utf-8").splitlines()]
-    return {
-        (row["tool"], row["variant"], row["precision"], key): Outcome(**row) for row in rows for key in [row.pop("key")]
-    }
 
 
 def line(outcome: Outcome) -> str:
@@ -96,13 +78,8 @@ def main() -> None:
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this variant; repeatable")
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="only this precision; repeatable")
     parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="where to write the page; of the whole matrix: docs/portability.md"
-    )
-    parser.add_argument(
         "--jobs", type=int, default=usable_cores(), metavar="N", help="processes, %(default)s by default"
     )
-    help_text = "keep outcomes in this file, and take those of the same models from it"
-    parser.add_argument("--resume", type=Path, metavar="FILE", help=help_text)
     options = parser.parse_args()
     missing = prepare()
     for reason in missing:
@@ -111,18 +88,11 @@ def main() -> None:
         sys.exit(1 if missing else 0)
     tools = [tool for tool in TABLE if not options.tool or tool.name in options.tool]
     precisions, variants = options.precision or PRECISIONS, options.variant or VARIANTS
-    rows = [
-        Row(tool.name, name, variants, options.resume)
-        for tool in tools
-        for name in precisions
-        if name in tool.precisions
-    ]
+    rows = [Row(tool.name, name, variants) for tool in tools for name in precisions if name in tool.precisions]
     results = list(outcomes(rows, options.jobs))
-    whole = not (options.tool or options.variant or options.precision)
-    if page := options.page or (PAGE if whole else None):
-        page.write_text(page_of_outcomes(results), encoding="utf-8")
-    for text in counts(results):
-        print(text)
+    if not (options.tool or options.variant or options.precision):
+        PAGE.write_text(page_of_outcomes(results), encoding="utf-8")
+    print("\n".join(counts(results)))
     unexpected = [outcome for outcome in results if surprise(outcome)]
     not_run = sum(outcome.verdict == NOT_RUN for outcome in results)
     verdicts = Counter(outcome.verdict for outcome in results)

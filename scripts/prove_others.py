@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from file_judge import LIMIT  # noqa: E402 - below the path of tests/support
-from kept_rows import Row, Script, answer_child, options_of, results_of  # noqa: E402
+from kept_rows import Row, Script, options_of, results_of  # noqa: E402
 from others.files import OTHERS, Other  # noqa: E402
 from others.page import page_of_results  # noqa: E402
 from portability.environments import SharedVenv  # noqa: E402
@@ -96,10 +96,7 @@ def faults_of(other: Other, file: Path) -> dict[str, tuple[str, float | None]]:
 
 
 def main() -> None:
-    options = options_of(__doc__, [other.key for other in OTHERS], "--file", minutes=600)
-    if options.child:
-        answer_child(options.child, measured)
-        return
+    options = options_of(__doc__, [other.key for other in OTHERS], "--file", 600, measured)
     rows = [Row(other.key, ENVIRONMENTS[other.environment], {}) for other in OTHERS]
     results = list(results_of(SCRIPT, rows, options))
     made = [result for result in results if result["result"] not in ("crashed", "not run")]

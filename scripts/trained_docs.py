@@ -23,6 +23,7 @@ from effexport.render.document import Chart  # noqa: E402
 from effexport.render.formats import table, template_environment  # noqa: E402
 from effexport.render.svg import Axis, Figure, Point, Series, legend_of, scatter, ticks_around  # noqa: E402
 from scripts.bench_docs import svg_file  # noqa: E402
+from scripts.pages import with_part  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS  # noqa: E402
 
 DOCUMENT, IMAGES = ROOT / "docs" / "trained.md", ROOT / "docs" / "images"
@@ -46,9 +47,7 @@ def main() -> None:
     (IMAGES / "trained-frontier.svg").write_text(frontier_plot())
     text = DOCUMENT.read_text()
     for name, write in TABLES.items():
-        begin, end = BEGIN.format(name), END.format(name)
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n\n{write(results)}\n\n{end}{rest.partition(end)[2]}"
+        text = with_part(text, BEGIN.format(name), END.format(name), f"\n{write(results)}\n")
     DOCUMENT.write_text(text)
 
 

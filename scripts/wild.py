@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import wild.models
-from kept_rows import Row, Script, answer_child, options_of, results_of
+from kept_rows import Row, Script, options_of, results_of
 from portability.environments import SharedVenv
 from wild.models import MODELS, Model
 from wild.page import page_of_results
@@ -35,7 +36,8 @@ BAD = ("wrong", "crashed")
 
 def row_of(model: Model) -> Row:
     """A model, whose result depends on the source of its row in the table."""
-    sources = inspect.getsource(wild.models).partition("MODELS = (")[2].split("\n    ")
+    # rows begin at this indentation, and their other lines further to the right
+    sources = re.split(r"\n    (?=\w)", inspect.getsource(wild.models).partition("MODELS = (")[2])
     source = next(text for text in sources if json.dumps(model.name, ensure_ascii=False) in text)
     facts = {"name": model.name, "package": model.package, "commit": commit()}
     return Row(model.name, ENVIRONMENT, facts, source)
@@ -56,10 +58,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = options_of(__doc__, [model.name for model in MODELS], "--model", minutes=40)
-    if options.child:
-        answer_child(options.child, measured)
-        return
+    options = options_of(__doc__, [model.name for model in MODELS], "--model", 40, measured)
     # all that the fast tests need
     tests = ["bash", "-c", "source scripts/test_environment.sh && ensure_tests fast"]
     subprocess.run(tests, check=True, cwd=ROOT)

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,9 @@ def attacker(healthy: Path, work: Path, seed: int, number: int) -> Case:
     mine = work / f"worker-{number}"
     mine.mkdir(parents=True, exist_ok=True)
     originals = [Original(folder, mine / f"{folder.name}.npz") for folder in sorted(healthy.iterdir())]
+    end_servers_at_once()
     for original in originals:  # imports what commands import
-        assert words("verify", "ARTIFACT")(original, original.folder, mine).code == 0
+        assert started("verify", original, original.folder, mine).code == 0
 
     def case(index: int) -> str:
         dice = random.Random(f"{seed}-{index}")
@@ -100,7 +101,7 @@ def attacker(healthy: Path, work: Path, seed: int, number: int) -> Case:
 
 def attack(name: str, original: Original, attacked: Path, output: Path) -> str:
     """Run a command on an attacked artifact; the outcome, or AssertionError for one that must not be."""
-    ended = COMMANDS[name](original, attacked, output)
+    ended = started(name, original, attacked, output)
     outcome = ended.check()
     left = [path.name for path in output.iterdir()] if output.exists() else []
     if outcome == "refused":
@@ -278,53 +279,37 @@ def make_right(folder: Path) -> None:
     write_manifest(folder, values)
 
 
-def words(*given: str) -> Callable[[Original, Path, Path], Ended]:
-    """A command. ARTIFACT, HEALTHY, INPUT and OUTPUT stand for paths."""
+# Paths stand in braces: of the attacked artifact, of its healthy original, of inputs, and of an empty folder.
+COMMANDS = {
+    "inspect": "inspect {artifact}",
+    ENGINE: "inspect {artifact}/engine/trt-rtx.engine",
+    "inspect --json": "inspect {artifact} --json",
+    "report html": "report {artifact} -o {output}/r.html",
+    "report markdown": "report {artifact} --format markdown",
+    "report junit": "report {artifact} --format junit",
+    "report json": "report {artifact} --json",
+    "report of two": "report {artifact} {healthy} -o {output}/r.html",
+    "report of two, text": "report {healthy} {artifact} --format markdown",
+    "verify": "verify {artifact}",
+    "verify --json": "verify {artifact} --json -o {output}/v.html",
+    "run": "run {artifact} --input {inputs} -o {output}/o.npz",
+    "run --text": "run {artifact} --classify some-text",
+    "inline": "inline {artifact} -o {output}/i.onnx",
+    "package": "package {artifact} -o {output}/triton --name m",
+    "card": "package {artifact} -o {output}/card --format card",
+    "hub": "package {artifact} -o {output}/hub --format hub",
+    "refit": "refit {artifact} --weights {artifact}/nowhere.safetensors -o {output}/refitted",
+    "serve": "serve {artifact} --port 0",
+}
 
-    def start(original: Original, attacked: Path, output: Path) -> Ended:
-        names = {"ARTIFACT": attacked, "HEALTHY": original.folder, "INPUT": original.inputs, "OUTPUT": output}
-        return run_command([word if word not in names else str(names[word]) for word in expanded(given, names)])
 
-    return start
-
-
-def expanded(given: Sequence[str], names: dict[str, Path]) -> Iterator[str]:
-    """Words with a path in front, such as OUTPUT/x, as paths."""
-    for word in given:
-        first, slash, rest = word.partition("/")
-        yield str(names[first] / rest) if slash and first in names else word
+def started(name: str, original: Original, artifact: Path, output: Path) -> Ended:
+    paths = {"artifact": artifact, "healthy": original.folder, "inputs": original.inputs, "output": output}
+    return run_command([word.format(**paths) for word in COMMANDS[name].split()])
 
 
-def serve(original: Original, attacked: Path, output: Path) -> Ended:
-    """Run `effexport serve` up to the moment it would listen, then end it."""
+def end_servers_at_once() -> None:
+    """Let `effexport serve` in this process go as far as the moment in which it would listen."""
     import effexport.serving.http.server as server
 
-    listen = server.run_server
     server.run_server = lambda app, bound, on_ready: (bound.close(), asyncio.run(app.state.service.models.close()))  # type: ignore[assignment]
-    try:
-        return run_command(["serve", str(attacked), "--port", "0"])
-    finally:
-        server.run_server = listen
-
-
-COMMANDS: dict[str, Callable[[Original, Path, Path], Ended]] = {
-    "inspect": words("inspect", "ARTIFACT"),
-    ENGINE: words("inspect", "ARTIFACT/engine/trt-rtx.engine"),
-    "inspect --json": words("inspect", "ARTIFACT", "--json"),
-    "report html": words("report", "ARTIFACT", "-o", "OUTPUT/r.html"),
-    "report markdown": words("report", "ARTIFACT", "--format", "markdown"),
-    "report junit": words("report", "ARTIFACT", "--format", "junit"),
-    "report json": words("report", "ARTIFACT", "--json"),
-    "report of two": words("report", "ARTIFACT", "HEALTHY", "-o", "OUTPUT/r.html"),
-    "report of two, text": words("report", "HEALTHY", "ARTIFACT", "--format", "markdown"),
-    "verify": words("verify", "ARTIFACT"),
-    "verify --json": words("verify", "ARTIFACT", "--json", "-o", "OUTPUT/v.html"),
-    "run": words("run", "ARTIFACT", "--input", "INPUT", "-o", "OUTPUT/o.npz"),
-    "run --text": words("run", "ARTIFACT", "--classify", "some text"),
-    "inline": words("inline", "ARTIFACT", "-o", "OUTPUT/i.onnx"),
-    "package": words("package", "ARTIFACT", "-o", "OUTPUT/triton", "--name", "m"),
-    "card": words("package", "ARTIFACT", "-o", "OUTPUT/card", "--format", "card"),
-    "hub": words("package", "ARTIFACT", "-o", "OUTPUT/hub", "--format", "hub"),
-    "refit": words("refit", "ARTIFACT", "--weights", "ARTIFACT/nowhere.safetensors", "-o", "OUTPUT/refitted"),
-    "serve": serve,
-}

@@ -10,7 +10,8 @@ import random
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ FIELDS = {
 }
 # Many bytes of JSON, made without a parser.
 LARGE = 100 << 20
+SHARDS = ("model-1.safetensors", "model-2.safetensors")
 PLACES = ("../model.safetensors", "/etc/passwd", "", ".", "..", "a/b", "\u0000", "x" * 5000, "\ud800", "loop", "folder")
 
 
+# Element types that no checkpoint should have.
+DTYPES = (torch.int32, torch.bool, torch.complex64, torch.float64, torch.bfloat16, torch.float8_e4m3fn)
 # Instructions of pickles, for a pickle that has them where others were.
 INSTRUCTIONS = b"(.)]}KMJXUGNQRabcehjqrstu\x85\x86\x87\x88\x89\x8a\x8b\x93\x94\x95"
 
@@ -60,28 +64,35 @@ class Runs:
         return self.call
 
 
-def config(folder: Path, dice: random.Random) -> str:
-    """One or more fields of config.json."""
-    path = folder / "config.json"
-    values = json.loads(path.read_text())
-    how = dice.choice(("size", "size", "size", "size", "sizes", "any", "any", "consistent", "damage", "large"))
+def edited(path: Path, dice: random.Random, ways: Sequence[str], change: Callable[[dict[str, Any], str], str]) -> str:
+    """Change a JSON file in one of these ways: those of any such file, or those of `change`, which says what it did."""
+    how = dice.choice(ways)
     if how == "damage":
         return damage(path, dice)
     if how == "large":
         return large_json(path, dice)
+    values = json.loads(path.read_text())
     if how == "any":
         values, words = mutated_json(values, dice)
-        path.write_text(text_of(values))
-        return words
-    if how == "consistent":
-        words = consistent_sizes(values, dice)
     else:
+        words = change(values, how)
+    path.write_text(text_of(values))
+    return f"{path.name}: {words}"
+
+
+def config(folder: Path, dice: random.Random) -> str:
+    """One or more fields of config.json."""
+
+    def change(values: dict[str, Any], how: str) -> str:
+        if how == "consistent":
+            return consistent_sizes(values, dice)
         names = dice.sample(FIELDS[values["model_type"]], 1 if how == "size" else dice.randint(2, 4))
         for name in names:
             values[name] = wild_size(values.get(name), dice)
-        words = ", ".join(f"{name} {shown(values[name])}" for name in names)
-    path.write_text(text_of(values))
-    return words
+        return ", ".join(f"{name} {shown(values[name])}" for name in names)
+
+    ways = ("size", "size", "size", "size", "sizes", "any", "any", "consistent", "damage", "large")
+    return edited(folder / "config.json", dice, ways, change)
 
 
 def wild_size(value: Any, dice: random.Random) -> Any:
@@ -110,15 +121,14 @@ def consistent_sizes(values: dict[str, Any], dice: random.Random) -> str:
 
 def large_json(path: Path, dice: random.Random) -> str:
     """A file that is far too large or too deeply nested."""
-    kind = dice.choice(("lists", "text", "nested", "number"))
-    repeated = {"lists": "[],", "text": "a", "nested": "[", "number": "9"}[kind]
-    count = {"lists": LARGE // 3, "text": LARGE, "nested": 100_000, "number": 100_000}[kind]
-    before, after = {
-        "lists": ('{"x":[', "0]}"),
-        "text": ('{"x":"', '"}'),
-        "nested": ('{"x":', ""),
-        "number": ('{"x":', "}"),
-    }[kind]
+    before, repeated, count, after = dice.choice(
+        (
+            ('{"x":[', "[],", LARGE // 3, "0]}"),
+            ('{"x":"', "a", LARGE, '"}'),
+            ('{"x":', "[", 100_000, ""),
+            ('{"x":', "9", 100_000, "}"),
+        )
+    )
     path.write_text(before + repeated * count + after)
     return f"{path.name} with {count:,} × {repeated}"
 
@@ -134,7 +144,7 @@ def safetensors(folder: Path, dice: random.Random) -> str:
     names = [name for name in header if name != "__metadata__"]
     name, other = dice.sample(names, 2)
     entry = header[name]
-    kinds = (
+    ways = (
         "shape",
         "shape",
         "dtype",
@@ -148,7 +158,7 @@ def safetensors(folder: Path, dice: random.Random) -> str:
         "any",
         "sparse",
     )
-    how = dice.choice((*kinds, "damage"))
+    how = dice.choice((*ways, "damage"))
     text = None
     if how == "damage":
         return damage(path, dice)
@@ -192,34 +202,27 @@ def index(folder: Path, dice: random.Random) -> str:
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         make_shards(folder, dice)
-    values = json.loads(path.read_text())
-    names = list(values["weight_map"])
-    how = dice.choice(("place", "place", "any", "ghost", "damage", "large", "shard", "swap", "none"))
-    if how == "damage":
-        return damage(path, dice)
-    if how == "large":
-        return large_json(path, dice)
-    if how == "shard":
-        return damage(folder / "model-1.safetensors", dice)
-    if how == "place":
-        place = dice.choice(PLACES)
-        if place == "loop":
-            (folder / "loop").symlink_to("loop")
-        elif place == "folder":
-            (folder / "folder").mkdir()
-        values["weight_map"][dice.choice(names)] = place
-        how += f" {place[:20]!r}"
-    elif how == "any":
-        values, words = mutated_json(values, dice)
-        how += " " + words
-    elif how == "ghost":
-        values["weight_map"]["ghost\n" * 100] = "model-1.safetensors"
-    elif how == "swap":
-        one = dice.choice(names)
-        other = {"model-1.safetensors": "model-2.safetensors"}.get(values["weight_map"][one], "model-1.safetensors")
-        values["weight_map"][one] = other
-    path.write_text(text_of(values))
-    return f"index: {how}"
+
+    def change(values: dict[str, Any], how: str) -> str:
+        places = values["weight_map"]
+        name = dice.choice(list(places))
+        if how == "place":
+            places[name] = dice.choice(PLACES)
+            if places[name] == "loop":
+                (folder / "loop").symlink_to("loop")
+            elif places[name] == "folder":
+                (folder / "folder").mkdir()
+            return f"place {places[name][:20]!r}"
+        if how == "ghost":
+            places["ghost\n" * 100] = "model-1.safetensors"
+        elif how == "swap":
+            places[name] = dict(zip(SHARDS, SHARDS[::-1], strict=True)).get(places[name], SHARDS[0])
+        return how
+
+    if dice.random() < 1 / 9:
+        return damage(folder / SHARDS[0], dice)
+    ways = ("place", "place", "any", "ghost", "damage", "large", "swap", "none")
+    return edited(path, dice, ways, change)
 
 
 def make_shards(folder: Path, dice: random.Random) -> None:
@@ -227,7 +230,7 @@ def make_shards(folder: Path, dice: random.Random) -> None:
 
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    shards: dict[str, dict[str, torch.Tensor]] = {"model-1.safetensors": {}, "model-2.safetensors": {}}
+    shards: dict[str, dict[str, torch.Tensor]] = {name: {} for name in SHARDS}
     for name, tensor in weights.items():
         shards[dice.choice(tuple(shards))][name] = tensor.clone()
     for shard, tensors in shards.items():
@@ -245,68 +248,46 @@ def pickled(folder: Path, dice: random.Random) -> str:
     (folder / "model.safetensors").unlink()
     name = dice.choice(list(weights))
     tensor = weights[name]
-    how = dice.choice(
-        (
-            "as it is",
-            "code",
-            "bytes",
-            "large",
-            "wrong",
-            "kind",
-            "name",
-            "list",
-            "bomb",
-            "overlap",
-            "damage",
-            "expand",
-            "huge",
-            "bomb of instructions",
-            "impossible tensor",
-            "instruction",
-        )
-    )
     marker = folder / "executed"
-    if how == "code":
-        weights[name] = dice.choice((Runs(os.system, f"touch {marker}"), Runs(eval, "1"), Runs(Path.touch, marker)))
-    elif how == "bytes":
-        weights["extra"] = dice.choice((Runs(bytearray, 2**36), bytearray(100), Runs(torch.Tensor, 2**36)))
-    elif how == "wrong":
-        weights[name] = dice.choice((1, "x", None, [tensor], {"a": tensor}, {1}, 1j))
-    elif how == "kind":
-        kinds = (torch.int32, torch.bool, torch.complex64, torch.float64, torch.bfloat16, torch.float8_e4m3fn)
-        kind = dice.choice((*kinds, "sparse", "quantised"))
-        if kind == "sparse":
-            weights[name] = tensor.to_sparse()
-        elif kind == "quantised":
-            weights[name] = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
-        else:
-            weights[name] = tensor.to(kind)
-        how += f" {kind}"
+    kinds = [tensor.to_sparse, partial(torch.quantize_per_tensor, tensor, 0.1, 0, torch.qint8)]
+    kinds += [partial(tensor.to, dtype) for dtype in DTYPES]
+    # in the place of one tensor, and beside all of them
+    replaced: dict[str, Callable[[], Any]] = {
+        "code": lambda: dice.choice((Runs(os.system, f"touch {marker}"), Runs(eval, "1"), Runs(Path.touch, marker))),
+        "wrong": lambda: dice.choice((1, "x", None, [tensor], {"a": tensor}, {1}, 1j)),
+        "kind": lambda: dice.choice(kinds)(),
+        "expand": lambda: torch.zeros(1).expand(2**20, 2**20),
+    }
+    added: dict[str, Callable[[], Any]] = {
+        "bytes": lambda: dice.choice((Runs(bytearray, 2**36), bytearray(100), Runs(torch.Tensor, 2**36))),
+        "huge": lambda: torch.zeros(1).expand(2**40),
+    }
+    others = ("as it is", "large", "name", "list", "bomb", "overlap", "damage")
+    pickles = ("bomb of instructions", "impossible tensor", "instruction")
+    how = dice.choice((*replaced, *added, *others, *pickles))
+    if how in replaced:
+        weights[name] = replaced[how]()
+    elif how in added:
+        weights["extra"] = added[how]()
     elif how == "name":
         weights[dice.choice((1, None, (1, 2), "x" * 5000, "\n\x1b[2J", ""))] = weights.pop(name)
-    elif how == "expand":
-        weights[name] = torch.zeros(1).expand(2**20, 2**20)
-    elif how == "huge":
-        weights["extra"] = torch.zeros(1).expand(2**40)
-    saved: Any = list(weights.values()) if how == "list" else weights
-    torch.save(saved, path, _use_new_zipfile_serialization=not old)
-    if how in ("bomb of instructions", "impossible tensor"):
-        known = (
-            BOMBS if how.startswith("bomb") else {name: data for kind in VIEWS.values() for name, data in kind.items()}
-        )
-        name = dice.choice(list(known))
-        path.write_bytes(FORMS["old" if old else "archive"](known[name]))
-    elif how == "instruction":
-        how += f" {with_another_instruction(path, dice)}"
-    if how == "large" and not old:
-        recompressed(path, zipfile.ZIP_DEFLATED)
-    elif how == "bomb":
-        recompressed(path, zipfile.ZIP_DEFLATED, extra=LARGE)
-    elif how == "overlap" and zipfile.is_zipfile(path):
-        data = path.read_bytes()
-        path.write_bytes(data.replace(struct.pack("<I", len(tensor.untyped_storage())), struct.pack("<I", 2**31 - 1)))
-    elif how == "damage":
-        return damage(path, dice)
+    torch.save(list(weights.values()) if how == "list" else weights, path, _use_new_zipfile_serialization=not old)
+    match how:
+        case "bomb of instructions" | "impossible tensor":
+            known = BOMBS if how.startswith("bomb") else {key: x for kind in VIEWS.values() for key, x in kind.items()}
+            name = dice.choice(list(known))
+            path.write_bytes(FORMS["old" if old else "archive"](known[name]))
+        case "instruction":
+            how += f" {with_another_instruction(path, dice)}"
+        case "large" if not old:
+            recompressed(path, zipfile.ZIP_DEFLATED)
+        case "bomb":
+            recompressed(path, zipfile.ZIP_DEFLATED, extra=LARGE)
+        case "overlap" if zipfile.is_zipfile(path):
+            size = struct.pack("<I", len(tensor.untyped_storage()))
+            path.write_bytes(path.read_bytes().replace(size, struct.pack("<I", 2**31 - 1)))
+        case "damage":
+            return damage(path, dice)
     return f"pickle, {'old' if old else 'new'}: {how} of {name}"
 
 
@@ -339,26 +320,18 @@ def recompressed(path: Path, method: int, extra: int = 0) -> None:
 def tokenizer(folder: Path, dice: random.Random) -> str:
     """One of the tokenizer's files."""
     path = dice.choice([path for path in sorted(folder.iterdir()) if "token" in path.name and path.suffix == ".json"])
-    how = dice.choice(("any", "any", "any", "damage", "large", "code", "ids"))
-    if how == "damage":
-        return damage(path, dice)
-    if how == "large":
-        return large_json(path, dice)
-    values = json.loads(path.read_text())
-    if how == "code":
-        path = folder / "tokenizer_config.json"
-        values = json.loads(path.read_text()) | {
-            "auto_map": dice.choice(({"AutoTokenizer": ["x.Y", None]}, STRANGE[-1]))
-        }
-        words = "auto_map"
-    elif how == "ids" and path.name == "tokenizer.json":
+
+    def change(values: dict[str, Any], how: str) -> str:
+        if how == "code":
+            values["auto_map"] = dice.choice(({"AutoTokenizer": ["x.Y", None]}, STRANGE[-1]))
+            return "auto_map"
         token = dice.choice(values["added_tokens"])
         token["id"] = dice.choice((*HUGE, -1, None, "x", 0))
-        words = f"id {shown(token['id'])}"
-    else:
-        values, words = mutated_json(values, dice)
-    path.write_text(text_of(values))
-    return f"{path.name}: {words}"
+        return f"id {shown(token['id'])}"
+
+    # only tokenizer_config.json names code, and only tokenizer.json has ids of tokens
+    own = {"tokenizer_config.json": "code", "tokenizer.json": "ids"}.get(path.name, "any")
+    return edited(path, dice, ("any", "any", "damage", "large", own, own, own), change)
 
 
 def shown(value: Any) -> str:

@@ -30,7 +30,30 @@ from campaign.commands import Case, Tally, in_workers
 KILLS, DISKS, SIGNALS = 4, 2, 3
 ENDS_WITHIN_S = 100.0
 AT_ONCE = 4
-MODEL = "build --variant softmax --scope attention --seq-len 32"
+# Commands. Paths and sizes stand in braces, see `words_of`.
+MODEL = "build --variant softmax --scope attention --seq-len 32 --dim {width} --heads {heads} -o {output}"
+BENCH = (
+    "bench --variants aft-simple --seq-lens 32 --heads 2 --head-dim 16 --rounds 1 --no-memory "
+    "--runtimes torch,ort-body -o {output}"
+)
+COMMANDS = {
+    "new": f"{MODEL} --seed 1 --force",
+    "refitted": "refit {output} --weights {weights}",
+    "without force": MODEL,
+    "bench": BENCH,
+    "package": "package {artifact} --format triton -o {output}",
+    "sweep": "sweep {sweep} --processes --jobs 1 -o {output}",
+}
+# Of these, those that replace an artifact, each by one of its own.
+REPLACING = ("new", "refitted")
+SWEEP = """\
+variants = ["softmax", "linear"]
+seq_lens = [32]
+[build]
+scope = "attention"
+dim = 64
+heads = 1
+"""
 # Widths of the models, and with them the bytes of an artifact: 0.3 MB, 1.3 MB, 5 MB, 11 MB and 21 MB.
 SMALL, WIDTHS = 64, (64, 256, 512, 768, 1088)
 EXIT_CODES = {
@@ -214,25 +237,33 @@ def check_only(parent: Path, *names: str) -> None:
     assert found == sorted(names), f"{found} in the folder; expected {sorted(names)}"
 
 
-def commands_on(bench: Bench, output: Path) -> dict[str, list[str]]:
-    """The commands that replace the old artifact, by the state that they lead to."""
-    return {
-        "new": [*MODEL.split(), *size_of(SMALL), "--seed", "1", "--force", "-o", str(output)],
-        "refitted": ["refit", str(output), "--weights", str(bench.weights)],
+def words_of(command: str, bench: Bench, work: Path, output: Path, width: int = SMALL) -> list[str]:
+    """The words of a command, whose files are made where they are named."""
+    import numpy as np
+
+    (work / "sweep.toml").write_text(SWEEP, encoding="utf-8")
+    if "{input}" in command:
+        shape = (max(1, (1 << 21) // (32 * 4 * width)), 32, width)
+        np.savez(work / "input.npz", hidden_states=np.ones(shape, np.float32))
+    values = {
+        "output": output,
+        "width": width,
+        "heads": max(1, width // 64),
+        "artifact": bench.artifacts[width],
+        "old": bench.old,
+        "weights": bench.weights,
+        "sweep": work / "sweep.toml",
+        "input": work / "input.npz",
     }
-
-
-def size_of(width: int) -> list[str]:
-    return ["--dim", str(width), "--heads", str(max(1, width // 64))]
+    return [word.format(**values) for word in command.split()]
 
 
 def kill_case(bench: Bench, dice: random.Random, work: Path) -> str:
     """SIGKILL over an existing artifact. Afterwards it is the old or the new one, and the next call clears up."""
     output = work / "outputs" / "artifact"
     shutil.copytree(bench.old, output)
-    kind = dice.choice(("new", "refitted"))
-    how = disturbed(bench, dice, kind, commands_on(bench, output)[kind], signal.SIGKILL, work)
-    ended = how.ended()
+    kind = dice.choice(REPLACING)
+    ended = disturbed(bench, dice, kind, output, signal.SIGKILL, work).ended()
     if ended.code != -signal.SIGKILL:
         ended.check(0)
     state = state_of(output)
@@ -257,11 +288,11 @@ def clear_up(output: Path) -> None:
 
 
 def disturbed(
-    bench: Bench, dice: random.Random, kind: str, words: Sequence[str], number: int, work: Path, **variables: str
+    bench: Bench, dice: random.Random, kind: str, output: Path, number: int, work: Path, **variables: str
 ) -> Forked:
     """Start a command and send it a signal at a random moment or a random call; the last calls are the likelier ones,
     because renames are among them."""
-    usual = bench.measured[kind]
+    usual, words = bench.measured[kind], words_of(COMMANDS[kind], bench, work, output)
     how = dice.choice(("moment", "call", "late call"))
     if how == "moment":
         moment = dice.uniform(0.0, usual.seconds)
@@ -281,16 +312,12 @@ def signal_case(bench: Bench, dice: random.Random, work: Path) -> str:
     """
     output, temporary = work / "outputs" / "artifact", work / "temporary"
     temporary.mkdir()
-    kind = dice.choice(("new", "refitted", "bench"))
+    kind = dice.choice((*REPLACING, "bench"))
     number = dice.choice(list(EXIT_CODES))
-    if kind == "bench":
-        output.parent.mkdir()
-        words = [*bench_words(), "-o", str(output)]
-    else:
+    output.parent.mkdir()
+    if kind in REPLACING:
         shutil.copytree(bench.old, output)
-        words = commands_on(bench, output)[kind]
-    forked = disturbed(bench, dice, kind, words, number, work, TMPDIR=str(temporary))
-    ended = forked.ended()
+    ended = disturbed(bench, dice, kind, output, number, work, TMPDIR=str(temporary)).ended()
     code, word = EXIT_CODES[number]
     if "effexport" not in ended.err and ended.code in (-number, 70):
         return "ended by the signal before the command began"
@@ -309,11 +336,6 @@ def signal_case(bench: Bench, dice: random.Random, work: Path) -> str:
         assert state in (bench.states["old"], bench.states[kind]), "the artifact is neither the old nor the new one"
         check_complete(output, work)
     return word if ended.code else "ended before the signal"
-
-
-def bench_words() -> list[str]:
-    words = "bench --variants aft-simple --seq-lens 32 --heads 2 --head-dim 16 --rounds 1 --no-memory --runtimes"
-    return [*words.split(), "torch,ort-body"]
 
 
 class Disk:
@@ -345,27 +367,28 @@ def own_mounts() -> None:
 @dataclass(frozen=True)
 class OnDisk:
     """A command that writes to a small disk. scale: the disk's size is that many times smaller than the case's, because
-    the command writes less. old: whether an artifact is there before, which must survive."""
+    the command writes less. old: whether an output is there before, which must survive. place: of the output."""
 
-    words: str
+    command: str
     scale: int = 1
     old: bool = False
+    place: str = "output"
 
 
 ON_DISK = (
-    OnDisk(f"{MODEL} WIDTH -o DISK/new/output"),
-    OnDisk(f"{MODEL} WIDTH --external-data -o DISK/output"),
-    OnDisk(f"{MODEL} WIDTH --force -o DISK/output", old=True),
-    OnDisk("refit ARTIFACT --weights WEIGHTS -o DISK/output", scale=4),
-    OnDisk("refit DISK/output --weights WEIGHTS", scale=10, old=True),
-    OnDisk("package ARTIFACT --format triton -o DISK/output"),
-    OnDisk("inline ARTIFACT -o DISK/output"),
-    OnDisk("run ARTIFACT --input INPUT -o DISK/output.npz", scale=10),
-    OnDisk("report ARTIFACT -o DISK/output.html", scale=300),
-    OnDisk("verify ARTIFACT -o DISK/output.html", scale=300),
-    OnDisk("BENCH -o DISK/output", scale=1000),
-    OnDisk("BENCH --force -o DISK/output", scale=400, old=True),
-    OnDisk("sweep SWEEP --processes --jobs 1 -o DISK/output", scale=40),
+    OnDisk(MODEL, place="new/output"),
+    OnDisk(f"{MODEL} --external-data"),
+    OnDisk(f"{MODEL} --force", old=True),
+    OnDisk("refit {old} --weights {weights} -o {output}", scale=4),
+    OnDisk(COMMANDS["refitted"], scale=10, old=True),
+    OnDisk(COMMANDS["package"]),
+    OnDisk("inline {artifact} -o {output}"),
+    OnDisk("run {artifact} --input {input} -o {output}", scale=10, place="output.npz"),
+    OnDisk("report {artifact} -o {output}", scale=300, place="output.html"),
+    OnDisk("verify {artifact} -o {output}", scale=300, place="output.html"),
+    OnDisk(BENCH, scale=1000),
+    OnDisk(f"{BENCH} --force", scale=400, old=True),
+    OnDisk(COMMANDS["sweep"], scale=40),
 )
 
 
@@ -376,10 +399,10 @@ def disk_case(bench: Bench, dice: random.Random, work: Path, size_bytes: int) ->
     # of a model that does not fit, or just fits
     width = next((width for width in WIDTHS if 8 * width**2 > size_bytes), WIDTHS[-1])
     disk = work / "disk"
-    words = [*given(bench, kind.words, width, disk, work)]
+    words = words_of(kind.command, bench, work, disk / kind.place, width)
     with Disk(disk, size_bytes + (1 << 20) * kind.old):
         if kind.old:
-            copy_old(bench, words, disk / "output")
+            shutil.copytree(bench.folder / "bench" if words[0] == "bench" else bench.old, disk / "output")
         before = bytes_of(disk)
         title = f"{words[0]} on {size_bytes:,} bytes"
         variables = {}
@@ -419,63 +442,16 @@ def check_sweep(ended: Finished, output: Path, title: str) -> str:
     return "the disk was full" if ended.code else "the disk was large enough"
 
 
-def given(bench: Bench, text: str, width: int, disk: Path, work: Path) -> list[str]:
-    """The words of a command, with its files."""
-    words = bench_words() if text.startswith("BENCH") else []
-    paths = {"DISK": disk, "ARTIFACT": bench.artifacts[width], "WEIGHTS": bench.weights, "SWEEP": work / "sweep.toml"}
-    for word in text.removeprefix("BENCH").split():
-        if word == "WIDTH":
-            words += size_of(width)
-            continue
-        if word == "INPUT":
-            words.append(str(written_input(work, width)))
-            continue
-        for name, path in paths.items():
-            word = word.replace(name, str(path))
-        words.append(word)
-    if "refit" in words:
-        words = [word.replace(str(bench.artifacts[width]), str(bench.old)) for word in words]
-    (work / "sweep.toml").write_text(
-        'variants = ["softmax", "linear"]\nseq_lens = [32]\n[build]\nscope = "attention"\ndim = 64\nheads = 1\n',
-        encoding="utf-8",
-    )
-    return words
-
-
-def written_input(work: Path, width: int) -> Path:
-    import numpy as np
-
-    shape = (max(1, (1 << 21) // (32 * 4 * width)), 32, width)
-    np.savez(work / "input.npz", hidden_states=np.ones(shape, np.float32))
-    return work / "input.npz"
-
-
-def copy_old(bench: Bench, words: Sequence[str], output: Path) -> None:
-    if words[0] == "bench":
-        shutil.copytree(bench.folder / "bench", output)
-    else:
-        shutil.copytree(bench.old, output)
-
-
 def at_once_case(bench: Bench, dice: random.Random, work: Path) -> str:
     """Commands that write the same folder at the same time: one wins, the others say so at the start."""
     output = work / "outputs" / "artifact"
-    kind = dice.choice(("new", "new", "refitted", "without force", "bench", "package", "sweep"))
-    if kind in ("new", "refitted"):
+    kind = dice.choice(("new", *COMMANDS))
+    output.parent.mkdir()
+    if kind in REPLACING:
         shutil.copytree(bench.old, output)
-        words = commands_on(bench, output)[kind]
     elif kind == "without force":
         output = work / "outputs" / "below" / "artifact"
-        output.parent.parent.mkdir()
-        words = [*MODEL.split(), *size_of(SMALL), "-o", str(output)]
-    else:
-        output.parent.mkdir()
-        words = {
-            "bench": "BENCH -o DISK/artifact",
-            "package": "package ARTIFACT --format triton -o DISK/artifact",
-            "sweep": "sweep SWEEP --processes --jobs 1 -o DISK/artifact",
-        }[kind]
-        words = given(bench, words, SMALL, output.parent, work)
+    words = words_of(COMMANDS[kind], bench, work, output)
     ended = [forked.ended() for forked in [Forked(words, work) for _ in range(AT_ONCE)]]
     for one in ended:
         one.check(*((0,) if kind == "package" else (0, 2)))
@@ -535,21 +511,21 @@ def prepared(folder: Path) -> Bench:
     import_commands()
     artifacts = {width: folder / f"artifact-{width}" for width in WIDTHS}
     for width, path in artifacts.items():
-        Forked([*MODEL.split(), *size_of(width), "-o", str(path)], folder).ended().check(0)
+        Forked(MODEL.format(width=width, heads=max(1, width // 64), output=path).split(), folder).ended().check(0)
     old, weights = artifacts[SMALL], folder / "weights.safetensors"
     save_file(module_from_seed(replace(open_artifact(old).spec, seed=7)).state_dict(), weights)
     bench = Bench(folder, artifacts, old, weights, {"old": state_of(old)}, {})
-    for kind in ("new", "refitted"):
+    for kind in REPLACING:
         output = folder / "measured" / kind
         shutil.copytree(old, output)
-        measure(bench, kind, commands_on(bench, output)[kind])
+        measure(bench, kind, output)
         bench.states[kind] = state_of(output)
-    measure(bench, "bench", [*bench_words(), "-o", str(folder / "bench")])
+    measure(bench, "bench", folder / "bench")
     return bench
 
 
-def measure(bench: Bench, kind: str, words: Sequence[str]) -> None:
-    counted = bench.folder / "calls"
+def measure(bench: Bench, kind: str, output: Path) -> None:
+    counted, words = bench.folder / "calls", words_of(COMMANDS[kind], bench, bench.folder, output)
     ended = Forked(words, bench.folder, prepare=count_calls(counted)).ended()
     ended.check(0)
     bench.measured[kind] = Measured(ended.seconds, counted.stat().st_size)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from turns import timed_in_turns
+
+from gpu.engines.feeds import random_feeds
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -50,26 +52,12 @@ class Opened:
 
     def feeds(self, seed: int, other_shape: bool = False) -> Arrays:
         """Random tokens or values of one of two shapes (batch, seq); the mask hides the last quarter."""
-        from effexport.base.dtypes import numpy_dtype
-        from effexport.base.spec import MASK_NAME
         from effexport.runners.runner import limits_from_spec
 
-        source = np.random.default_rng(seed)
         spec = self.artifact.spec
-        shape = (3, spec.model.seq_len // 2 - 1) if other_shape else (2, spec.model.seq_len // 3)
+        batch, seq = (3, spec.model.seq_len // 2 - 1) if other_shape else (2, spec.model.seq_len // 3)
         limit = max(limits_from_spec(spec).indices.values(), default=1)
-        made: Arrays = {}
-        for tensor in spec.inputs:
-            if tensor.name == MASK_NAME:
-                made[tensor.name] = np.ones(shape, np.int64)
-                made[tensor.name][:, shape[1] - shape[1] // 4 :] = 0
-            elif tensor.dtype == "int64":
-                made[tensor.name] = source.integers(0, limit, shape, dtype=np.int64)
-            else:
-                made[tensor.name] = source.standard_normal((*shape, spec.attention.dim)).astype(
-                    numpy_dtype(tensor.dtype)
-                )
-        return made
+        return random_feeds(spec.inputs, {"batch": batch, "seq": seq}, limit, np.random.default_rng(seed))
 
 
 def the_same_bits(actual: Arrays, expected: Arrays, what: str) -> None:
@@ -164,14 +152,9 @@ def kernels_that_auto_leaves_out_lose(opened: Opened) -> None:
     # a rehearsal has no kernel library, so it times the bodies twice
     names = ("auto", "kernel") if opened.graphs else ("body", "body")
     with opened.runner(implementation=names[0]) as default, opened.runner(implementation=names[1]) as kernels:
-        bound = [runner.bind(opened.feeds(0)) for runner in (default, kernels)]
-        seconds: list[list[float]] = [[], []]
-        for _ in range(RUNS + TIMED_RUNS):
-            for one, times in zip(bound, seconds, strict=True):
-                start = time.perf_counter()
-                one.run()
-                times.append(time.perf_counter() - start)
-        default_ms, kernels_ms = (1e3 * statistics.median(times[RUNS:]) for times in seconds)
+        calls = {number: runner.bind(opened.feeds(0)).run for number, runner in enumerate((default, kernels))}
+        seconds = timed_in_turns(calls, TIMED_RUNS, warm_up=RUNS)
+        default_ms, kernels_ms = (1e3 * statistics.median(times) for times in seconds.values())
         left_out = [op for op, ran in default.implementation.items() if ran != kernels.implementation[op]]
     faster = default_ms <= kernels_ms
     assert not left_out or faster, (

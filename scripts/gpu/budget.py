@@ -24,15 +24,16 @@ if not __package__:
 from gpu import ROOT
 
 # isort: split
+from pages import table
+
 from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import CUDA_OPS
-from gpu.bounds import Rates, bound_of
 from gpu.building import call
 from gpu.compiled import MULTIPROCESSOR, Launch, Recorder, Usage, compile_kernels
 from gpu.device import SetupError, find_nvcc, require_torch
 from gpu.goals import text_of
 from gpu.runs import folders
-from gpu.timing import KERNEL, goal_json
+from gpu.timing import KERNEL, Rates, bound_of, goal_json
 
 PAGE = ROOT / "docs" / "gpu_budget.md"
 # those of other GPUs have the code of one of these
@@ -97,12 +98,10 @@ bytes of memory four, and a product on tensor cores 5.4, which is the measured r
 """
 
 
-def operators(recorder: Recorder, measured: dict[tuple[str, str], float]) -> list[str]:
-    lines = [
-        "| operator and case | launches | in and out, MB | moved, MB | tensor cores, 10⁹ | multiply-adds, 10⁹ "
-        f"| shared memory, GB | {' | '.join(f'bound, {name}' for name in GPUS)} | goal | measured |",
-        f"|{'---|' * (9 + len(GPUS))}",
-    ]
+def operators(recorder: Recorder, measured: dict[tuple[str, str], float]) -> str:
+    head = ["operator and case", "launches", "in and out, MB", "moved, MB", "tensor cores, 10⁹", "multiply-adds, 10⁹"]
+    head += ["shared memory, GB", *(f"bound, {name}" for name in GPUS), "goal", "measured"]
+    rows = []
     for op in CUDA_OPS.values():
         check = load_contract(op)
         for timed in check.timed:
@@ -112,7 +111,7 @@ def operators(recorder: Recorder, measured: dict[tuple[str, str], float]) -> lis
             us = measured.get((op.torch_name, timed.case.name))
             cells = [
                 f"`{op.torch_name}` {timed.case.name}",
-                str(len(recorder.launches(op, timed.case))),
+                len(recorder.launches(op, timed.case)),
                 number(in_and_out / 1e6),
                 number(bounds[0].moved / 1e6),
                 *(number(amount / 1e9) for amount in (work.tensor, work.fused, work.shared)),
@@ -120,8 +119,8 @@ def operators(recorder: Recorder, measured: dict[tuple[str, str], float]) -> lis
                 "; ".join(text_of(goal_json(goal)) for goal in timed.goals),
                 "" if us is None else number(us),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            rows.append(cells)
+    return table(head, rows)
 
 
 def number(value: float) -> str:
@@ -129,46 +128,39 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-3 else "0"
 
 
-def resources(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> list[str]:
-    lines = [
-        "| kernel | threads | shared memory | registers | spilled bytes | blocks (warps) | HMMA "
-        f"| {' | '.join(LOOP.values())} | busiest |",
-        f"|{'---|' * (8 + len(LOOP))}",
-    ]
+def resources(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> str:
+    head = ["kernel", "threads", "shared memory", "registers", "spilled bytes", "blocks (warps)", "HMMA"]
+    rows = []
     launches = first_launches(recorder)
     for entry in sorted({entry for entry, _ in usages}):
         launch = launches[entry]
         each_usage = [usages[entry, architecture] for architecture in ARCHITECTURES]
         cells = [
             f"`{entry.removeprefix('effexport_')}`",
-            str(launch.threads),
-            str(launch.shared_bytes),
+            launch.threads,
+            launch.shared_bytes,
             each(usage.registers for usage in each_usage),
             each(usage.spilled_bytes for usage in each_usage),
             each(map(occupancy, ARCHITECTURES, each_usage, [launch] * len(each_usage))),
             each(usage.tensor_products for usage in each_usage),
-            *(str(getattr(usages[entry, SHOWN], name)) for name in LOOP),
+            *(getattr(usages[entry, SHOWN], name) for name in LOOP),
             LOOP[usages[entry, SHOWN].busiest],
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return table([*head, *LOOP.values(), "busiest"], rows)
 
 
-def launches(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> list[str]:
-    lines = ["| kernel | case | blocks | threads | registers | blocks at a time | waves |", f"|{'---|' * 7}"]
+def launches(recorder: Recorder, usages: dict[tuple[str, int], Usage]) -> str:
+    rows = []
     for op in CUDA_OPS.values():
         for timed in load_contract(op).timed:
             for launch in recorder.launches(op, timed.case):
                 usage = usages[launch.entry, SHOWN]
                 resident = MULTIPROCESSOR[SHOWN].resident_blocks(usage, launch.threads, launch.shared_bytes)
-                cells = [
-                    f"`{launch.entry.removeprefix('effexport_')}`",
-                    timed.case.name,
-                    *map(str, (launch.blocks, launch.threads, usage.registers, resident)),
-                    number(launch.blocks / (resident * MULTIPROCESSORS)),
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-    return lines
+                waves = number(launch.blocks / (resident * MULTIPROCESSORS))
+                sizes = (launch.blocks, launch.threads, usage.registers, resident, waves)
+                rows.append((f"`{launch.entry.removeprefix('effexport_')}`", timed.case.name, *sizes))
+    return table(("kernel", "case", "blocks", "threads", "registers", "blocks at a time", "waves"), rows)
 
 
 def first_launches(recorder: Recorder) -> dict[str, Launch]:
@@ -219,9 +211,9 @@ def page() -> str:
         return TEMPLATE.format(
             cuda=cuda[1] if cuda else "unknown",
             measured=f"measured on one {where}" if where else "no GPU has measured any yet",
-            operators="\n".join(operators(recorder, measured)),
-            launches="\n".join(launches(recorder, usages)),
-            resources="\n".join(resources(recorder, usages)),
+            operators=operators(recorder, measured),
+            launches=launches(recorder, usages),
+            resources=resources(recorder, usages),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,14 +62,9 @@ def time_layers(run: Run) -> Result:
     kernels = load_kernels(run)
     register(kernels)
     forbid_tf32()
-    found: list[dict[str, Any]] = []
-    for (name, spec), in_time in run.in_time(specs(small=run.device.emulated).items()):
-        if not in_time:
-            found.append({"op": "layer", "case": name, "problem": "no time was left"})
-            continue
-        found.append(time_layer(kernels, name, spec))
-        run.keep("layers", {"timings": found})
-        run.device.free_memory()
+    layers = specs(small=run.device.emulated)
+    pieces = [({"op": "layer", "case": name}, partial(time_layer, kernels, name, layers[name])) for name in layers]
+    found = run.found_in_time("layers", "timings", pieces)
     return result_of(found, {"timings": found})
 
 

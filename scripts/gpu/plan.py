@@ -16,10 +16,10 @@ from gpu.stages import Stage
 STAGES = (
     Stage("build", "all kernels and their shims in one shared object", 60, "gpu.building:build"),
     Stage("correctness", "float64, tiny to huge sizes, same bits", 120, "gpu.correctness:check", processes=4),
-    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, "gpu.sanitizing:sanitize"),
+    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, "gpu.tools:sanitize"),
     Stage("timing", "ceilings, then kernels and baselines in turns", 110, "gpu.timing:time_operators"),
     Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, "gpu.layers:time_layers"),
-    Stage("profiling", "ncu, one call of each operator", 60, "gpu.profiling:profile"),
+    Stage("profiling", "ncu, one call of each operator", 60, "gpu.tools:profile"),
     Stage("goals", "all goals, met or missed", 10, "gpu.goals:compare"),
 )
 

@@ -16,6 +16,8 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import pages
+
 from gpu import ROOT
 
 RESULTS = ROOT / "docs" / "gpu_results"
@@ -39,29 +41,26 @@ def folders() -> list[Path]:
 
 def table() -> str:
     rows = [
-        f"| {path} | {stage} | {run} |"
+        (path, stage, *run)
         for path, stages in PATHS.items()
         for stage in stages
         for run in [ran(folder / f"{stage}.json") for folder in folders() if (folder / f"{stage}.json").is_file()]
-        or ["never | – | – | no results"]
+        or [("never", "–", "–", "no results")]
     ]
-    return "\n".join(["| path | stage | when | GPU | sources | result |", "|---|---|---|---|---|---|", *rows, ""])
+    return pages.table(("path", "stage", "when", "GPU", "sources", "result"), rows)
 
 
-def ran(path: Path) -> str:
+def ran(path: Path) -> tuple[str, ...]:
     value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "steps" in value:  # of --engines
         counts = Counter(step["status"] for step in value["steps"])
         result = ", ".join(f"{count} {status}" for status, count in counts.items())
-        return f"{value['machine']['date']} | {value['machine']['device']} | – | {result}"
-    return f"{value['date']} | {value['hardware']} | {value['sources'][:12]} | {value['status']}: {value['summary']}"
+        return value["machine"]["date"], value["machine"]["device"], "–", result
+    return value["date"], value["hardware"], value["sources"][:12], f"{value['status']}: {value['summary']}"
 
 
 def page() -> str:
-    text = PAGE.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+    return pages.with_part(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"{table()}\n")
 
 
 if __name__ == "__main__":

@@ -17,15 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from effexport.plugins.ops import CUDA_OPS
 from gpu.device import Device
 from gpu.programs import kill_session
+
+if TYPE_CHECKING:
+    from effexport.plugins.contract import Contract
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 # Work that a stage cannot finish within this share of its time limit, by its pace, is reported as not run.
@@ -33,11 +37,13 @@ SHARE_TO_USE = 0.85
 # The limit of every stage in the emulation only ends what hangs: other programs may slow a machine down tenfold.
 REHEARSAL_SECONDS = 1200
 RUNNING = "stopped before its end"
+LATE = "no time was left"
 INTERRUPTED = "interrupted"
 # How often a stage's process is looked at, in seconds: a signal ends a stage within that time.
 POLL_SECONDS = 0.2
 _interrupted = threading.Event()
 T = TypeVar("T")
+Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,24 @@ class Run:
     @property
     def seconds_left(self) -> float:
         return max(self.end_before - time.time(), 0.0)
+
+    @property
+    def contracts(self) -> dict[str, Contract]:
+        """The contracts of the operators, by name. Loads PyTorch."""
+        from effexport.plugins.contract import load_contract
+
+        return {op.torch_name: load_contract(op) for op in CUDA_OPS.values() if op.torch_name in self.ops}
+
+    def found_in_time(
+        self, stage: str, key: str, pieces: Iterable[tuple[Found, Callable[[], Found]]], **known: Any
+    ) -> list[Found]:
+        """Findings of pieces of work, kept under a key as they come; without time for a piece, only its facts."""
+        found: list[Found] = []
+        for (facts, work), in_time in self.in_time(pieces):
+            found.append(work() if in_time else {**facts, "problem": LATE})
+            self.keep(stage, {**known, key: found})
+            self.device.free_memory()
+        return found
 
     def in_time(self, pieces: Iterable[T]) -> Iterator[tuple[T, bool]]:
         """Pieces of work, each with whether there is time for it: as much as the longest one before it took."""
@@ -191,10 +215,13 @@ def run_stage(run: Run, stage: Stage) -> Result:
     return merged(results)
 
 
+def worst_of(statuses: Iterable[str]) -> str:
+    return min(statuses, key=(FAILED, NOT_RUN, PASSED).index)
+
+
 def merged(results: dict[str, Result]) -> Result:
     """One result of the operators' own. It is as bad as the worst of them."""
-    statuses = [result.status for result in results.values()]
-    status = next(status for status in (FAILED, NOT_RUN, PASSED) if status in statuses)
+    status = worst_of(result.status for result in results.values())
     bad = [f"{op}: {result.summary}" for op, result in results.items() if result.status != PASSED]
     details = {
         op: {"status": result.status, "summary": result.summary, **result.details} for op, result in results.items()
@@ -208,7 +235,7 @@ def run_process(run: Run, stage: Stage, deadline: float) -> Result:
     path.unlink(missing_ok=True)
     seconds = deadline - time.time()
     if seconds <= 0 or _interrupted.is_set():
-        return Result(NOT_RUN, INTERRUPTED if _interrupted.is_set() else "no time was left", {})
+        return Result(NOT_RUN, INTERRUPTED if _interrupted.is_set() else LATE, {})
     process = multiprocessing.get_context("spawn").Process(target=_work, args=(run, stage))
     process.start()
     try:

@@ -55,7 +55,7 @@ class Other:
         return f"{package} {version(package)} {way}".strip().replace("+cpu", "")
 
 
-def ids(**more: int) -> dict[str, Tensor]:
+def ids() -> dict[str, Tensor]:
     """Tokens and a mask that hides the end of the second sample."""
     mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
     mask[1, 2 * LENGTH // 3 :] = 0
@@ -76,12 +76,12 @@ def vectors() -> dict[str, Tensor]:
     return {"x": torch.randn(BATCH, LENGTH, DIM)}
 
 
-def images(side: int = 32, name: str = "pixel_values") -> dict[str, Tensor]:
-    return {name: torch.randn(BATCH, 3, side, side)}
+def images() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(BATCH, 3, 32, 32)}
 
 
-def waves(name: str = "input_values") -> dict[str, Tensor]:
-    return {name: torch.randn(BATCH, 640)}
+def waves() -> dict[str, Tensor]:
+    return {"input_values": torch.randn(BATCH, 640)}
 
 
 SIZES: dict[str, Any] = {
@@ -237,14 +237,12 @@ def pairs_of_cache(cache: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def past(
-    length: int, *, positions: bool = False, layers: int = 2, heads: int = 2, head_dim: int = 16
-) -> dict[str, Tensor]:
-    """A prompt after `length` tokens in the cache."""
+def past(length: int, *, positions: bool = False, heads: int = 2, head_dim: int = 16) -> dict[str, Tensor]:
+    """A prompt after `length` tokens in the cache of two layers."""
     found = {"input_ids": ids()["input_ids"], "attention_mask": torch.ones(BATCH, length + LENGTH, dtype=torch.int64)}
     if positions:
         found["position_ids"] = torch.arange(length, length + LENGTH).repeat(BATCH, 1)
-    for i in range(layers):
+    for i in range(2):
         for part in ("key", "value"):
             found[f"past_key_values.{i}.{part}"] = torch.randn(BATCH, heads, length, head_dim)
     return found
@@ -346,95 +344,64 @@ def by_mobius(module: nn.Module, inputs: Inputs, path: Path, **options: Any) -> 
     return path
 
 
-IMAGE_AXES = {"pixel_values": (0, 2, 3)}
+BERT = transformers("BertModel", "Bert")
+DISTILBERT = transformers("DistilBertModel", "DistilBert", dim=DIM, n_heads=HEADS, n_layers=2, hidden_dim=2 * DIM)
+DEBERTA = transformers("DebertaV2Model", "DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"])
+MODERNBERT = transformers("ModernBertModel", "ModernBert", local_attention=8)
+WAV2VEC2 = transformers("Wav2Vec2Model", "Wav2Vec2", **SPEECH)
+VIT = transformers("ViTModel", "ViT", **IMAGES, add_pooling_layer=False)
+RESNET = transformers("ResNetForImageClassification", "ResNet", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1])
+LLAMA = transformers("LlamaModel", "Llama", **GROUPED, use_cache=False)
 # GroupQueryAttention of onnxruntime takes heads of a multiple of 16
-LLAMA = transformers("LlamaForCausalLM", "Llama", **GROUPED | {"head_dim": 16})
-QWEN = transformers("Qwen3ForCausalLM", "Qwen3", **GROUPED | {"head_dim": 16})
+LLAMA_LM = transformers("LlamaForCausalLM", "Llama", **GROUPED | {"head_dim": 16})
+QWEN_LM = transformers("Qwen3ForCausalLM", "Qwen3", **GROUPED | {"head_dim": 16})
+GPT2_LM = transformers("GPT2LMHeadModel", "GPT2", **GPT2)
+GPT2_PAST = partial(past, 8, positions=True, heads=HEADS, head_dim=8)
+by_optimum_with_cache = partial(by_optimum, task="text-generation-with-past")
+by_torchscript_for_images = partial(by_torchscript, free={"pixel_values": (0, 2, 3)})
+by_torchscript_for_batches = partial(by_torchscript, free={"pixel_values": (0,)})
+DYNAMO, SCRIPT = "torch dynamo", "torch TorchScript"
 OTHERS = (
-    Other("BERT", "torch dynamo", "", transformers("BertModel", "Bert"), ids, by_torch, is_faulted=True),
-    Other("Llama", "torch dynamo", "", transformers("LlamaModel", "Llama", **GROUPED, use_cache=False), ids, by_torch),
+    Other("BERT", DYNAMO, "", BERT, ids, by_torch, is_faulted=True),
+    Other("Llama", DYNAMO, "", LLAMA, ids, by_torch),
+    Other("DeBERTa-v2", DYNAMO, "", DEBERTA, ids, by_torch),
+    Other("T5 encoder", DYNAMO, "", transformers("T5EncoderModel", "T5", **T5), ids, by_torch),
+    Other("Retention and experts", DYNAMO, "", seeded(Retention), vectors, by_torch, is_faulted=True),
+    Other("Wav2Vec2", DYNAMO, "", WAV2VEC2, waves, by_torch),
+    Other("TransformerEncoder", SCRIPT, "", seeded(Encoder), ids, by_torchscript),
+    Other("LSTM tagger", SCRIPT, "", seeded(Tagger), tokens, by_torchscript, is_faulted=True),
+    Other("Convolutions", SCRIPT, "", seeded(Network), images, by_torchscript_for_images, is_faulted=True),
+    Other("ViT", SCRIPT, "", VIT, images, by_torchscript_for_batches, is_faulted=True),
+    Other("nystrom-attention", SCRIPT, "", seeded(foreign_nystrom), vectors, by_torchscript),
+    Other("BERT", "transformers", "5", BERT, ids, by_transformers, is_faulted=True),
+    Other("ModernBERT", "transformers", "5", MODERNBERT, ids, by_transformers),
     Other(
-        "DeBERTa-v2",
-        "torch dynamo",
-        "",
-        transformers("DebertaV2Model", "DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"]),
-        ids,
-        by_torch,
+        "Llama, fused", "transformers", "5", LLAMA, ids, partial(by_transformers, ort_fusions="cpu"), is_faulted=True
     ),
-    Other("T5 encoder", "torch dynamo", "", transformers("T5EncoderModel", "T5", **T5), ids, by_torch),
-    Other("Retention and experts", "torch dynamo", "", seeded(Retention), vectors, by_torch, is_faulted=True),
-    Other("Wav2Vec2", "torch dynamo", "", transformers("Wav2Vec2Model", "Wav2Vec2", **SPEECH), waves, by_torch),
-    Other("TransformerEncoder", "torch TorchScript", "", seeded(Encoder), ids, by_torchscript),
-    Other("LSTM tagger", "torch TorchScript", "", seeded(Tagger), tokens, by_torchscript, is_faulted=True),
-    Other(
-        "Convolutions",
-        "torch TorchScript",
-        "",
-        seeded(Network),
-        images,
-        partial(by_torchscript, free=IMAGE_AXES),
-        is_faulted=True,
-    ),
-    Other(
-        "ViT",
-        "torch TorchScript",
-        "",
-        transformers("ViTModel", "ViT", **IMAGES, add_pooling_layer=False),
-        images,
-        partial(by_torchscript, free={"pixel_values": (0,)}),
-        is_faulted=True,
-    ),
-    Other("nystrom-attention", "torch TorchScript", "", seeded(foreign_nystrom), vectors, by_torchscript),
-    Other("BERT", "transformers", "5", transformers("BertModel", "Bert"), ids, by_transformers, is_faulted=True),
-    Other(
-        "ModernBERT",
-        "transformers",
-        "5",
-        transformers("ModernBertModel", "ModernBert", local_attention=8),
-        ids,
-        by_transformers,
-    ),
-    Other(
-        "Llama, fused",
-        "transformers",
-        "5",
-        transformers("LlamaModel", "Llama", **GROUPED, use_cache=False),
-        ids,
-        partial(by_transformers, ort_fusions="cpu"),
-        is_faulted=True,
-    ),
-    Other("Wav2Vec2", "transformers", "5", transformers("Wav2Vec2Model", "Wav2Vec2", **SPEECH), waves, by_transformers),
+    Other("Wav2Vec2", "transformers", "5", WAV2VEC2, waves, by_transformers),
     Other(
         "DistilBERT",
         "optimum-onnx",
         "4",
-        transformers("DistilBertModel", "DistilBert", dim=DIM, n_heads=HEADS, n_layers=2, hidden_dim=2 * DIM),
+        DISTILBERT,
         ids,
         partial(by_optimum, task="feature-extraction"),
         is_faulted=True,
     ),
     Other(
-        "GPT-2 with a cache",
-        "optimum-onnx",
-        "4",
-        transformers("GPT2LMHeadModel", "GPT2", **GPT2),
-        partial(past, 8, positions=True, heads=HEADS, head_dim=8),
-        partial(by_optimum, task="text-generation-with-past"),
+        "GPT-2 with a cache", "optimum-onnx", "4", GPT2_LM, GPT2_PAST, by_optimum_with_cache, Cached, is_faulted=True
+    ),
+    Other("ResNet", "optimum-onnx", "4", RESNET, images, partial(by_optimum, task="image-classification")),
+    Other("Llama", "onnxruntime-genai", "5", LLAMA_LM, partial(past, 8), by_genai, Cached),
+    Other(
+        "Qwen3, 4 bits",
+        "onnxruntime-genai",
+        "5",
+        QWEN_LM,
+        partial(past, 8),
+        partial(by_genai, precision="int4"),
         Cached,
-        is_faulted=True,
     ),
-    Other(
-        "ResNet",
-        "optimum-onnx",
-        "4",
-        transformers("ResNetForImageClassification", "ResNet", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]),
-        images,
-        partial(by_optimum, task="image-classification"),
-    ),
-    Other("Llama", "onnxruntime-genai", "5", LLAMA, partial(past, 8), by_genai, Cached),
-    Other(
-        "Qwen3, 4 bits", "onnxruntime-genai", "5", QWEN, partial(past, 8), partial(by_genai, precision="int4"), Cached
-    ),
-    Other("BERT", "mobius-onnx", "5", transformers("BertModel", "Bert"), segments, by_mobius),
-    Other("Qwen3", "mobius-onnx", "5", QWEN, partial(past, 8, positions=True), by_mobius, Cached, is_faulted=True),
+    Other("BERT", "mobius-onnx", "5", BERT, segments, by_mobius),
+    Other("Qwen3", "mobius-onnx", "5", QWEN_LM, partial(past, 8, positions=True), by_mobius, Cached, is_faulted=True),
 )

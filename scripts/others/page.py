@@ -8,10 +8,12 @@ from typing import Any
 
 from file_faults import FILE_FAULTS
 from file_judge import LIMIT
+from pages import table
 
 from others.files import OTHERS
 
 Result = Mapping[str, Any]
+NAMES = {other.key: other.name for other in OTHERS}
 
 HEAD = """# Files of other exporters, proven
 
@@ -41,7 +43,7 @@ the answer; the limit is {limit}.
 
 def page_of_results(results: Sequence[Result]) -> str:
     """results: those that there are, in the order of the rows."""
-    parts = [HEAD, summary(results), COLUMNS, *files_table(results), *causes(results), *faults(results)]
+    parts = [HEAD, summary(results), COLUMNS, table(TABLE, map(row_of, results)), *causes(results), *faults(results)]
     return "\n".join(parts) + "\n"
 
 
@@ -49,24 +51,23 @@ def summary(results: Sequence[Result]) -> str:
     equal = sum(result["result"] == "passed" for result in results)
     text = f"**{equal} of {len(results)} files are equal to their module.**"
     undamaged = {other.key for other in OTHERS if other.is_faulted} - {r["row"] for r in results if "faults" in r}
-    if missing := [other.key for other in OTHERS if other.key not in {result["row"] for result in results}]:
+    if missing := [key for key in NAMES if key not in {result["row"] for result in results}]:
         text += f" This run is partial: {', '.join(missing)} did not run."
     if undamaged:
         text += f" Faults were not planted into {', '.join(sorted(undamaged))}."
     return fill(text, 120, break_on_hyphens=False)
 
 
-def files_table(results: Sequence[Result]) -> Iterator[str]:
-    yield "| model | exporter | nodes | verdict | cases | error | faults |"
-    yield "|---|---|---|---|---|---|---|"
-    for result in results:
-        name = next(other.name for other in OTHERS if other.key == result["row"])
-        verdict = {"passed": "equal", "failed": "**not equal**", "refused": "**cannot be compared**"}[result["result"]]
-        share = f"{result['share']:.2g}" if result.get("share") is not None else "–"
-        found = result.get("faults")
-        caught = f"{sum(bool(failure) for failure, _ in found.values())} of {len(found)}" if found else "–"
-        cells = [name, result["exporter"], result["size"], verdict, len(result.get("cases", ())) or "–", share, caught]
-        yield f"| {' | '.join(map(str, cells))} |"
+TABLE = ("model", "exporter", "nodes", "verdict", "cases", "error", "faults")
+
+
+def row_of(result: Result) -> tuple[object, ...]:
+    verdict = {"passed": "equal", "failed": "**not equal**", "refused": "**cannot be compared**"}[result["result"]]
+    share = f"{result['share']:.2g}" if result.get("share") is not None else "–"
+    found = result.get("faults")
+    caught = f"{sum(bool(failure) for failure, _ in found.values())} of {len(found)}" if found else "–"
+    cases = len(result.get("cases", ())) or "–"
+    return NAMES[result["row"]], result["exporter"], result["size"], verdict, cases, share, caught
 
 
 def causes(results: Sequence[Result]) -> Iterator[str]:
@@ -76,8 +77,7 @@ def causes(results: Sequence[Result]) -> Iterator[str]:
         return
     yield "\n## Not equal\n"
     for result in wrong:
-        name = next(other.name for other in OTHERS if other.key == result["row"])
-        yield f"### {name}, {result['exporter']}\n"
+        yield f"### {NAMES[result['row']]}, {result['exporter']}\n"
         yield FOUND.get(result["row"], "**Cause not known.**").strip() + "\n"
         lines = result["failed"].items() or [("refused", result["notes"][0])]
         yield "\n".join(f"* *{kind}*: {' '.join(detail.split())}" for kind, detail in lines) + "\n"

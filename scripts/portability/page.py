@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pages import table
+
 from effexport.base.machine import Processor
 from portability.cells import NOT_RUN, REFUSED, RIGHT, WRONG, Outcome
 from portability.known import known_failure
@@ -50,18 +52,18 @@ def counts(results: Sequence[Outcome]) -> Iterator[str]:
 def page_of_outcomes(results: Sequence[Outcome]) -> str:
     date = time.strftime("%Y-%m-%d", time.gmtime())
     machine = f"Measured on {date}, on {platform.system()} {platform.machine()}, {Processor.here().name}."
-    parts = [INTRODUCTION, f"{machine}\n", "\n".join(summary_table(results)), LEGEND]
-    parts += [f"## {FIELD[precision]}\n\n" + "\n".join(precision_table(results, precision)) for precision in PRECISIONS]
-    parts.append("## Failures\n\n" + "\n".join(failure_table(results)))
+    parts = [INTRODUCTION, f"{machine}\n", summary_table(results), LEGEND]
+    parts += [f"## {FIELD[precision]}\n\n{precision_table(results, precision)}" for precision in PRECISIONS]
+    parts.append(f"## Failures\n\n{failure_table(results)}")
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
-def summary_table(results: Sequence[Outcome]) -> Iterator[str]:
-    yield "| tool | version | right, float32 | right, float16 | what to do |"
-    yield "|---|---|---|---|---|"
+def summary_table(results: Sequence[Outcome]) -> str:
+    rows = []
     for tool in TABLE:
         shares = [share([o for o in results if (o.tool, o.precision) == (tool.name, name)]) for name in PRECISIONS]
-        yield f"| {tool.name} | {tool.version} | {' | '.join(shares)} | {tool.advice} |"
+        rows.append((tool.name, tool.version, *shares, tool.advice))
+    return table(("tool", "version", "right, float32", "right, float16", "what to do"), rows)
 
 
 def share(outcomes: Sequence[Outcome]) -> str:
@@ -72,13 +74,10 @@ def share(outcomes: Sequence[Outcome]) -> str:
     return f"{sum(outcome.verdict == RIGHT for outcome in outcomes)} of {len(outcomes)}"
 
 
-def precision_table(results: Sequence[Outcome], precision: str) -> Iterator[str]:
-    yield f"| tool | {' | '.join(VARIANTS)} |"
-    yield "|---|" + "---|" * len(VARIANTS)
-    for tool in TABLE:
-        own = {o.variant: o for o in results if (o.tool, o.precision) == (tool.name, precision)}
-        if own:
-            yield f"| {tool.name} | {' | '.join(cell_text(own[variant]) for variant in VARIANTS)} |"
+def precision_table(results: Sequence[Outcome], precision: str) -> str:
+    cells = {(o.tool, o.variant): cell_text(o) for o in results if o.precision == precision}
+    names = [tool.name for tool in TABLE if precision in tool.precisions]
+    return table(("tool", *VARIANTS), ((name, *(cells[name, variant] for variant in VARIANTS)) for name in names))
 
 
 def cell_text(outcome: Outcome) -> str:
@@ -88,7 +87,7 @@ def cell_text(outcome: Outcome) -> str:
     return f"**{outcome.verdict}** {error}".rstrip() if outcome.verdict in (REFUSED, WRONG) else outcome.verdict
 
 
-def failure_table(results: Sequence[Outcome]) -> Iterator[str]:
+def failure_table(results: Sequence[Outcome]) -> str:
     """Cells that are not right, those with the same words together: what was said, why, and what to do."""
     versions = {tool.name: tool.version for tool in TABLE}
     groups: dict[tuple[str, ...], list[Outcome]] = {}
@@ -97,11 +96,7 @@ def failure_table(results: Sequence[Outcome]) -> Iterator[str]:
             known = known_failure(outcome)
             explained = (known.reason, known.remedy) if known else (f"{UNEXPECTED} {outcome.words}", "")
             groups.setdefault((outcome.tool, outcome.verdict, *explained), []).append(outcome)
-    if not groups:
-        yield "None."
-        return
-    yield "| tool | models | outcome | its words, or the checks that failed | reason | what to do |"
-    yield "|---|---|---|---|---|---|"
+    rows = []
     for (tool, verdict, reason, remedy), own in groups.items():
         models = ", ".join(
             f"{FIELD[precision]}: {variants_text([o.variant for o in own if o.precision == precision])}"
@@ -109,7 +104,9 @@ def failure_table(results: Sequence[Outcome]) -> Iterator[str]:
             if any(o.precision == precision for o in own)
         )
         words = own[0].words.replace("|", "\\|").replace("<", "&lt;")
-        yield f"| {tool} ({versions[tool]}) | {models} | {verdict} | {words} | {reason} | {remedy} |"
+        rows.append((f"{tool} ({versions[tool]})", models, verdict, words, reason, remedy))
+    head = ("tool", "models", "outcome", "its words, or the checks that failed", "reason", "what to do")
+    return table(head, rows) if rows else "None."
 
 
 def variants_text(variants: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from portability.environments import CHROMIUM, MAIN, NODE, OLD_ORT, ORT_OPENVINO, TOOLS, Environment
 
@@ -68,52 +68,15 @@ def converter(name: str, environment: Environment, distribution: str, advice: st
     return Tool(name=name, advice=advice, conversions=(Conversion(name, environment, distribution),))
 
 
-def version_converters() -> tuple[Tool, ...]:
-    """Both converters: onnx's own after inlining, because it drops functions."""
-    as_it_is = converter("onnx.version_converter 23", MAIN, "onnx", INLINE_FIRST)
-    after = tuple(
-        Tool(
-            name=f"onnx.version_converter {opset}, inlined",
-            advice=INLINE_FIRST,
-            conversions=(INLINE, Conversion(f"onnx.version_converter {opset}", MAIN, "onnx")),
-        )
-        for opset in (18, 23, 25)
-    )
-    scripts = tuple(converter(f"onnxscript.version_converter {opset}", MAIN, "onnxscript") for opset in (23,))
-    return (as_it_is, *after, *scripts)
-
-
-def quantisers() -> tuple[Tool, ...]:
-    return tuple(
-        Tool(
-            name=name,
-            advice=QUANTISED,
-            conversions=(Conversion(name, TOOLS, "onnxruntime"),),
-            only_finite=True,
-        )
-        for name in ("quantize_dynamic", "quantize_static")
-    )
-
-
-def float16_converters() -> tuple[Tool, ...]:
-    return tuple(
-        Tool(
-            name=f"onnxconverter-common {name}",
-            advice=OWN_HALVES,
-            conversions=(Conversion(name, TOOLS, "onnxconverter-common"),),
-            precisions=("fp32",),
-            judged_as="fp16",
-        )
-        for name in ("float16", "float16 keep_io_types", "float16 op_block_list")
-    )
+def inlined(tool: Tool) -> Tool:
+    """The tool, given the inlined file."""
+    return replace(tool, name=f"{tool.name}, inlined", conversions=(INLINE, *tool.conversions))
 
 
 def in_runtime(name: str, runtime: Runtime, advice: str = AS_IT_IS) -> tuple[Tool, ...]:
     """The runtime twice: with the file as it is, and inlined."""
-    return (
-        Tool(name=f"{name}, file as it is", advice=advice, runtime=runtime),
-        Tool(name=f"{name}, inlined", advice=advice, conversions=(INLINE,), runtime=runtime),
-    )
+    tool = Tool(name=name, advice=advice, runtime=runtime)
+    return replace(tool, name=f"{name}, file as it is"), inlined(tool)
 
 
 TABLE: tuple[Tool, ...] = (
@@ -123,7 +86,10 @@ TABLE: tuple[Tool, ...] = (
     converter("onnxsim", TOOLS, "onnxsim"),
     converter("onnxscript.optimizer", MAIN, "onnxscript"),
     converter("onnx_ir passes", MAIN, "onnx-ir"),
-    *version_converters(),
+    # drops functions, and so runs after inlining, too
+    converter("onnx.version_converter 23", MAIN, "onnx", INLINE_FIRST),
+    *(inlined(converter(f"onnx.version_converter {n}", MAIN, "onnx", INLINE_FIRST)) for n in (18, 23, 25)),
+    converter("onnxscript.version_converter 23", MAIN, "onnxscript"),
     *(
         converter(
             f"onnxruntime {level}",
@@ -133,8 +99,20 @@ TABLE: tuple[Tool, ...] = (
         )
         for level in ("basic", "extended", "all")
     ),
-    *float16_converters(),
-    *quantisers(),
+    *(
+        Tool(
+            name=f"onnxconverter-common {name}",
+            advice=OWN_HALVES,
+            conversions=(Conversion(name, TOOLS, "onnxconverter-common"),),
+            precisions=("fp32",),
+            judged_as="fp16",
+        )
+        for name in ("float16", "float16 keep_io_types", "float16 op_block_list")
+    ),
+    *(
+        replace(converter(name, TOOLS, "onnxruntime", QUANTISED), only_finite=True)
+        for name in ("quantize_dynamic", "quantize_static")
+    ),
     Tool(
         name="OpenVINO, inlined",
         advice="Use `--runtime openvino`. By itself: give it the inlined file, and ask for float32 with "

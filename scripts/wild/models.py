@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 DIM, HEADS, VOCABULARY = 64, 4, 200
 FREE_IMAGE = {0: "batch", 2: "height", 3: "width"}
+LENGTHS = (40, 100, 257)
+# Lengths where each token takes long, and sides of small images; of images of one size.
+SHORT, ONE_SIDE = (8, 16, 24), (64, 64, 64)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Model:
     package: str
     make: Callable[[], nn.Module]
     inputs: Callable[[int, int], dict[str, Tensor]]
-    lengths: tuple[int, int, int] = (40, 100, 257)
+    lengths: tuple[int, int, int] = LENGTHS
     dynamic: Mapping[str, Mapping[int, str]] | None = None
     mask: str = ""
 
@@ -88,10 +91,6 @@ def of(package: str, name: str, *sizes: Any, **options: Any) -> Callable[[], nn.
     return lambda: getattr(importlib.import_module(package), name)(*sizes, **options)
 
 
-def within(wrapper: Callable[[], Any], make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: wrapper()(make())
-
-
 def transformers(kind: str, part: str = "", **options: Any) -> Callable[[], nn.Module]:
     """A model of transformers with a small configuration. part: of the model, such as its encoder."""
 
@@ -115,6 +114,18 @@ SIZES: dict[str, Any] = {
     "use_cache": False,
 }
 T5: dict[str, Any] = {"d_model": DIM, "d_kv": 16, "d_ff": 2 * DIM, "num_layers": 2, "num_heads": HEADS}
+REFORMER: dict[str, Any] = {
+    "attn_layers": ["local", "lsh"],
+    "attention_head_size": 16,
+    "lsh_attn_chunk_length": 16,
+    "local_attn_chunk_length": 16,
+    "num_buckets": 8,
+    "num_hashes": 2,
+    "feed_forward_size": DIM,
+    "hash_seed": 1,
+    "axial_pos_embds": False,
+    "max_position_embeddings": 512,
+}
 ENCODER: dict[str, Any] = {
     "d_model": DIM,
     "encoder_layers": 2,
@@ -167,6 +178,8 @@ SANA: dict[str, Any] = {
     "caption_channels": 32,
     "sample_size": 16,
 }
+LINFORMER: dict[str, Any] = {"dim": DIM, "seq_len": 128, "depth": 2, "k": 32, "heads": HEADS}
+SINKHORN: dict[str, Any] = {"dim": DIM, "max_seq_len": 512, "depth": 2, "heads": HEADS, "bucket_size": 32}
 PERCEIVER: dict[str, Any] = {
     "num_freq_bands": 4,
     "depth": 2,
@@ -178,6 +191,8 @@ PERCEIVER: dict[str, Any] = {
     "latent_heads": HEADS,
     "num_classes": 10,
 }
+COARSE = {"d_model": DIM, "nhead": HEADS, "layer_names": ["self", "cross"] * 2, "attention": "linear"}
+SERIES: dict[str, Any] = {"num_variates": 7, "lookback_len": 96, "pred_length": 12}
 VIT: dict[str, Any] = {"dim": DIM, "image_size": 64, "patch_size": 8, "num_classes": 10}
 
 
@@ -185,6 +200,13 @@ def timm(name: str, **of_sizes: Any) -> Model:
     """A model for images of one size, as it is trained, unless of_sizes has fields that say otherwise."""
     make = of("timm", "create_model", name, pretrained=False, num_classes=10)
     return replace(Model(name, "timm", make, images, (128, 128, 128)), **of_sizes)
+
+
+def reformer_lm() -> nn.Module:
+    from reformer_pytorch import Autopadder, ReformerLM
+
+    sizes = {"heads": HEADS, "dim_head": 16, "bucket_size": 32, "n_hashes": 2}
+    return Autopadder(ReformerLM(VOCABULARY, DIM, 2, 512, causal=True, **sizes))
 
 
 def efficient_vit() -> nn.Module:
@@ -254,6 +276,21 @@ def text(name: str, kind: str, part: str = "", **options: Any) -> Model:
     return Model(name, "transformers", transformers(kind, part, **options), padded_ids, mask="attention_mask")
 
 
+def layers(name: str, package: str, **options: Any) -> Model:
+    """Two layers, which take vectors. The class has the name of the row, in this function and the next one."""
+    return Model(name, package, of(package.replace("-", "_"), name, **LAYERS | options), vectors)
+
+
+def language(name: str, package: str, *sizes: Any, lengths: tuple[int, int, int] = LENGTHS, **options: Any) -> Model:
+    """A language model, which takes tokens without a mask."""
+    make = of(package.replace("-", "_"), name, *sizes, **options)
+    return Model(name, package, make, partial(ids, name="x"), lengths)
+
+
+def fla(name: str, folder: str, function: str, call: Callable[..., Tensor], gates: int = 1) -> Model:
+    return Model(name, "fla-core", lambda: Fla(folder, function, call, gates), vectors, SHORT)
+
+
 MODELS = (
     text("BERT", "BertModel"),
     text("DistilBERT", "DistilBertModel", dim=DIM, n_heads=HEADS, n_layers=2, hidden_dim=2 * DIM),
@@ -282,26 +319,9 @@ MODELS = (
     text("Qwen3-Next", "Qwen3NextModel", **QWEN),
     text("Qwen3-Next, dense", "Qwen3NextModel", **QWEN | DENSE),
     Model("FNet", "transformers", transformers("FNetModel"), ids),
-    Model(
-        "Reformer",
-        "transformers",
-        transformers(
-            "ReformerModel",
-            attn_layers=["local", "lsh"],
-            attention_head_size=16,
-            lsh_attn_chunk_length=16,
-            local_attn_chunk_length=16,
-            num_buckets=8,
-            num_hashes=2,
-            feed_forward_size=DIM,
-            hash_seed=1,
-            axial_pos_embds=False,
-            max_position_embeddings=512,
-        ),
-        ids,
-    ),
-    Model("RWKV", "transformers", transformers("RwkvModel"), ids, (8, 16, 24)),
-    Model("Mamba", "transformers", transformers("MambaModel"), ids, (8, 16, 24)),
+    Model("Reformer", "transformers", transformers("ReformerModel", **REFORMER), ids),
+    Model("RWKV", "transformers", transformers("RwkvModel"), ids, SHORT),
+    Model("Mamba", "transformers", transformers("MambaModel"), ids, SHORT),
     text("Mamba-2", "Mamba2Model", num_heads=8, head_dim=16, state_size=16, n_groups=2),
     Model(
         "Whisper encoder",
@@ -323,7 +343,7 @@ MODELS = (
         "transformers",
         transformers("EfficientLoFTRModel", **MATCHER),
         lambda batch, side: {"pixel_values": torch.randn(batch, 2, 3, side, side)},
-        (64, 64, 64),
+        ONE_SIDE,
     ),
     timm("efficientvit_b1", lengths=(96, 128, 160), dynamic={"x": FREE_IMAGE}),
     timm("xcit_nano_12_p16_224"),
@@ -332,28 +352,19 @@ MODELS = (
     Model(
         "LoFTR coarse transformer",
         "kornia",
-        of(
-            "kornia.feature.loftr.loftr_module",
-            "LocalFeatureTransformer",
-            {"d_model": DIM, "nhead": HEADS, "layer_names": ["self", "cross"] * 2, "attention": "linear"},
-        ),
+        of("kornia.feature.loftr.loftr_module", "LocalFeatureTransformer", COARSE),
         loftr_inputs,
         (100, 300, 700),
     ),
-    Model("Performer", "performer-pytorch", of("performer_pytorch", "Performer", **LAYERS, nb_features=32), vectors),
-    Model(
-        "PerformerLM",
-        "performer-pytorch",
-        of("performer_pytorch", "PerformerLM", **LM, dim_head=16),
-        partial(ids, name="x"),
-    ),
-    Model("Efficient ViT (Nyström)", "vit-pytorch", efficient_vit, partial(images, name="img"), (64, 64, 64)),
+    layers("Performer", "performer-pytorch", nb_features=32),
+    language("PerformerLM", "performer-pytorch", **LM, dim_head=16),
+    Model("Efficient ViT (Nyström)", "vit-pytorch", efficient_vit, partial(images, name="img"), ONE_SIDE),
     Model(
         "SimpleViT",
         "vit-pytorch",
         of("vit_pytorch", "SimpleViT", **VIT, depth=2, heads=HEADS, mlp_dim=2 * DIM),
         partial(images, name="img"),
-        (64, 64, 64),
+        ONE_SIDE,
     ),
     Model(
         "Encoder, rotary",
@@ -362,58 +373,17 @@ MODELS = (
         vectors,
     ),
     Model("Decoder, ALiBi", "x-transformers", x_decoder, partial(ids, name="x")),
-    Model(
-        "ReformerLM in Autopadder",
-        "reformer-pytorch",
-        within(
-            lambda: importlib.import_module("reformer_pytorch").Autopadder,
-            of(
-                "reformer_pytorch",
-                "ReformerLM",
-                VOCABULARY,
-                DIM,
-                2,
-                512,
-                heads=HEADS,
-                dim_head=16,
-                bucket_size=32,
-                n_hashes=2,
-                causal=True,
-            ),
-        ),
-        partial(ids, name="x"),
-    ),
-    Model(
-        "LinformerLM",
-        "linformer",
-        of("linformer", "LinformerLM", VOCABULARY, DIM, seq_len=128, depth=2, k=32, heads=HEADS),
-        partial(ids, name="x"),
-        (128, 128, 128),
-    ),
-    Model(
-        "LocalTransformer",
-        "local-attention",
-        of("local_attention", "LocalTransformer", **LM, dim_head=16, local_attn_window_size=32),
-        partial(ids, name="x"),
-    ),
-    Model(
-        "Nystromformer",
-        "nystrom-attention",
-        of("nystrom_attention", "Nystromformer", **LAYERS, num_landmarks=16),
-        vectors,
-    ),
+    Model("ReformerLM in Autopadder", "reformer-pytorch", reformer_lm, partial(ids, name="x")),
+    language("LinformerLM", "linformer", VOCABULARY, **LINFORMER, lengths=(128, 128, 128)),
+    language("LocalTransformer", "local-attention", **LM, dim_head=16, local_attn_window_size=32),
+    layers("Nystromformer", "nystrom-attention", num_landmarks=16),
     Model(
         "TransMIL",
         "torchmil",
         of("torchmil.models.transmil", "TransMIL", (DIM,), att_dim=DIM, n_landmarks=16),
         lambda batch, length: vectors(batch, length, "X"),
     ),
-    Model(
-        "LinearAttentionTransformerLM",
-        "linear-attention-transformer",
-        of("linear_attention_transformer", "LinearAttentionTransformerLM", **LM, causal=True),
-        partial(ids, name="x"),
-    ),
+    language("LinearAttentionTransformerLM", "linear-attention-transformer", **LM, causal=True),
     Model("RetNet", "yet-another-retnet", retnet, vectors),
     Model("AFTFull", "aft-pytorch", of("aft_pytorch.aft_pytorch", "AFTFull", 512, DIM, 48), vectors),
     Model(
@@ -421,62 +391,35 @@ MODELS = (
         "diffusers",
         of("diffusers", "SanaTransformer2DModel", **SANA),
         sana_inputs,
-        (8, 16, 24),
+        SHORT,
         {"hidden_states": FREE_IMAGE},
     ),
-    Model("mamba.py", "mambapy", mamba, vectors, (8, 16, 24)),
-    Model("Conformer", "conformer", of("conformer", "Conformer", **LAYERS, conv_kernel_size=15), vectors),
+    Model("mamba.py", "mambapy", mamba, vectors, SHORT),
+    layers("Conformer", "conformer", conv_kernel_size=15),
     Model(
         "Perceiver",
         "perceiver-pytorch",
         of("perceiver_pytorch", "Perceiver", **PERCEIVER),
         lambda batch, length: vectors(batch, length, "data"),
     ),
-    Model(
-        "SinkhornTransformerLM",
-        "sinkhorn-transformer",
-        of("sinkhorn_transformer", "SinkhornTransformerLM", VOCABULARY, DIM, 512, 2, heads=HEADS, bucket_size=32),
-        partial(ids, name="x"),
-        (64, 128, 256),
-    ),
-    Model(
-        "HTransformer1D",
-        "h-transformer-1d",
-        of("h_transformer_1d", "HTransformer1D", **LM, dim_head=16, block_size=16),
-        partial(ids, name="x"),
-    ),
+    language("SinkhornTransformerLM", "sinkhorn-transformer", VOCABULARY, **SINKHORN, lengths=(64, 128, 256)),
+    language("HTransformer1D", "h-transformer-1d", **LM, dim_head=16, block_size=16),
     Model(
         "AxialImageTransformer",
         "axial-attention",
         of("axial_attention", "AxialImageTransformer", 32, 1, heads=HEADS, reversible=False),
         partial(images, channels=32),
-        (8, 16, 24),
+        SHORT,
         {"x": FREE_IMAGE},
     ),
     Model(
         "iTransformer",
         "itransformer",
-        of(
-            "iTransformer",
-            "iTransformer",
-            num_variates=7,
-            lookback_len=96,
-            depth=2,
-            dim=DIM,
-            pred_length=12,
-            dim_head=16,
-            heads=HEADS,
-        ),
+        of("iTransformer", "iTransformer", **LAYERS | SERIES),
         lambda batch, length: {"x": torch.randn(batch, length, 7)},
         (96, 96, 96),
     ),
-    Model("Retention, naive", "fla-core", lambda: Fla("retention", "naive_retention", retention), vectors, (8, 16, 24)),
-    Model("GLA, naive", "fla-core", lambda: Fla("gla", "naive_recurrent_gla", gated, DIM), vectors, (8, 16, 24)),
-    Model(
-        "Gated DeltaNet, naive",
-        "fla-core",
-        lambda: Fla("gated_delta_rule", "naive_recurrent_gated_delta_rule", delta, 2 * HEADS),
-        vectors,
-        (8, 16, 24),
-    ),
+    fla("Retention, naive", "retention", "naive_retention", retention),
+    fla("GLA, naive", "gla", "naive_recurrent_gla", gated, DIM),
+    fla("Gated DeltaNet, naive", "gated_delta_rule", "naive_recurrent_gated_delta_rule", delta, 2 * HEADS),
 )

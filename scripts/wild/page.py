@@ -5,10 +5,12 @@ from __future__ import annotations
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
+
+from pages import table
 
 from effexport.base.machine import Processor
 
@@ -41,7 +43,7 @@ COLUMNS = """
 
 
 def page_of_results(results: Sequence[Result]) -> str:
-    parts = [HEAD, summary(results), COLUMNS, "", *table(results)]
+    parts = [HEAD, summary(results), COLUMNS, "", table(TABLE, map(row_of, results))]
     lists = {
         "Tied sizes": [(found, tied(found)) for found in results if found["result"] == "fixed"],
         "Refused": [(found, found["message"]) for found in results if found["result"] == "refused"],
@@ -77,18 +79,18 @@ def summary(results: Sequence[Result]) -> str:
     return "\n".join(texts)
 
 
-def table(results: Sequence[Result]) -> Iterator[str]:
-    yield "| model | package | result | error, kernels | error, bodies | torch.onnx | build, s | speed |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for found in results:
-        errors = found.get("errors", {})
-        shown = [error_text(errors.get(name)) for name in ("kernel", "body")]
-        if found.get("draws"):
-            shown = ["–", "draws; see below"]
-        by_torch = found.get("torch_onnx", {})
-        build = f"{found['build_s']:.0f} / {by_torch['seconds']:.0f}" if "build_s" in found and by_torch else "–"
-        cells = [found["name"], found["package"], RESULTS[found["result"]], *shown, by_torch.get("result", "–"), build]
-        yield f"| {' | '.join([*cells, speed(found)])} |"
+TABLE = ("model", "package", "result", "error, kernels", "error, bodies", "torch.onnx", "build, s", "speed")
+
+
+def row_of(found: Result) -> list[str]:
+    errors = found.get("errors", {})
+    shown = [error_text(errors.get(name)) for name in ("kernel", "body")]
+    if found.get("draws"):
+        shown = ["–", "draws; see below"]
+    by_torch = found.get("torch_onnx", {})
+    build = f"{found['build_s']:.0f} / {by_torch['seconds']:.0f}" if "build_s" in found and by_torch else "–"
+    result = RESULTS[found["result"]]
+    return [found["name"], found["package"], result, *shown, by_torch.get("result", "–"), build, speed(found)]
 
 
 RESULTS = {

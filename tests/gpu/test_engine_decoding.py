@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.engines import decoding
+from gpu.engines import model as engine
 from gpu.engines.model import Model
 from onnx_in_fake_tensorrt import fake_tensorrt
 from small_builds import built_artifact
@@ -50,10 +50,10 @@ def test_engines_that_decode_are_compared_with_the_reference_and_the_cpu(
         limits = limits_from_spec(model.spec)
         return decoder_in_trt(model.artifact, model.target, limits, settings, cuda=api.cuda, api=api)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(decoding, "open_decoder", open_decoder)
-    monkeypatch.setattr(decoding, "PROMPT", 21)
-    monkeypatch.setattr(decoding, "STEPS", 4)
-    outcome = decoding.check_decoding(model)
+    monkeypatch.setattr(engine, "open_decoder", open_decoder)
+    monkeypatch.setattr(engine, "PROMPT", 21)
+    monkeypatch.setattr(engine, "STEPS", 4)
+    outcome = engine.check_decoding(model)
     assert outcome.problem == ""
     assert set(outcome.data["decoder_on_cpu"]) == {"plain", "graphs"}
     assert set(wanted) == {False, True}
@@ -65,6 +65,6 @@ def test_engines_that_decode_are_compared_with_the_reference_and_the_cpu(
             found["steps 1"][-1, -1] = np.nan
         return found
 
-    answers = decoding.decoded
-    monkeypatch.setattr(decoding, "decoded", decoded)
-    assert "plain: differs from the decoder on the CPU by nan" in decoding.check_decoding(model).problem
+    answers = engine.decoded
+    monkeypatch.setattr(engine, "decoded", decoded)
+    assert "plain: differs from the decoder on the CPU by nan" in engine.check_decoding(model).problem

@@ -44,8 +44,8 @@ def test_the_fresh_process_loads_no_framework_and_says_what_is_wrong(tmp_path: P
         "import sys; from gpu.engines import fresh_process as script; status = script.fresh_main(sys.argv[1:]); "
         "loaded = {'torch', 'onnx', *script.REGISTRARS} & set(sys.modules); print(loaded or 'none'); sys.exit(status)"
     )
-    arguments = ["--report", tmp_path / "report.json", "soak", tmp_path / "trt.engine", "--runs", "9"]
-    command = [sys.executable, "-c", code, *map(str, arguments), "--index-limit", "9"]
+    arguments = [tmp_path / "report.json", "second-runner", tmp_path / "trt.engine", '{"index_limit": 9}']
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     completed = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
     assert completed.returncode == 1
     assert completed.stdout.strip() == "none"
@@ -54,14 +54,14 @@ def test_the_fresh_process_loads_no_framework_and_says_what_is_wrong(tmp_path: P
 
 def test_the_words_of_a_fresh_process_that_fails_are_kept(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"ended with status 1: UserError: no engine at .*trt\.engine"):
-        fresh.start_fresh(["soak", str(tmp_path / "trt.engine"), "--runs", "9", "--index-limit", "9"], tmp_path)
+        fresh.start_fresh("second-runner", tmp_path / "trt.engine", tmp_path, index_limit=9)
 
 
 def test_a_fresh_process_that_crashes_is_named_by_its_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     died = subprocess.CompletedProcess([], -11, "", "last words")
     monkeypatch.setattr(fresh.subprocess, "run", lambda *_, **__: died)
     with pytest.raises(RuntimeError, match="ended with signal SIGSEGV: last words"):
-        fresh.start_fresh(["soak"], tmp_path)
+        fresh.start_fresh("soak", tmp_path / "trt.engine", tmp_path)
 
 
 def write_cases(machine: Machine) -> None:
@@ -82,9 +82,9 @@ def in_this_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_process, "REGISTRARS", ())
     monkeypatch.setattr(fresh_process, "import_target", lambda engine: None)
 
-    def start(arguments: list[str], folder: Path) -> dict[str, Any]:
+    def start(work: str, engine: Path, folder: Path, **arguments: Any) -> dict[str, Any]:
         report = folder / "report.json"
-        assert fresh_process.fresh_main(["--report", str(report), *arguments]) == 0
+        assert fresh_process.fresh_main([str(report), work, str(engine), json.dumps(arguments)]) == 0
         return json.loads(report.read_text())
 
     monkeypatch.setattr(fresh, "start_fresh", start)

@@ -117,8 +117,8 @@ def test_it_runs_in_the_fresh_process_and_a_difference_fails(
     monkeypatch.setattr(fresh_process, "REGISTRARS", ())
     monkeypatch.setattr(fresh_process, "import_target", lambda engine: None)
 
-    def start(arguments: list[str], folder: Any) -> dict[str, Any]:
-        assert fresh_process.fresh_main(["--report", str(folder / "report.json"), *arguments]) == 0
+    def start(work: str, engine: Any, folder: Any, **more: Any) -> dict[str, Any]:
+        assert fresh_process.fresh_main([str(folder / "report.json"), work, str(engine), json.dumps(more)]) == 0
         return json.loads((folder / "report.json").read_text())
 
     monkeypatch.setattr(fresh, "start_fresh", start)

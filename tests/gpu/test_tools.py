@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gpu import building, profiling, sanitizing
+from gpu import building, tools
 from gpu.calls import call_bytes
 from gpu.device import Device
 from gpu.stages import FAILED, NOT_RUN, PASSED, Run
@@ -48,12 +48,12 @@ def test_a_compiler_that_fails_or_hangs_is_an_error_with_its_messages() -> None:
 
 
 def test_metrics_and_findings_of_each_launch_are_read_from_ncu() -> None:
-    sort, attend = profiling.kernels_from_csv(NCU)
+    sort, attend = tools.kernels_from_csv(NCU)
     assert sort["kernel"] == "sort"
     assert sort["metrics"] == {"Occupancy: Achieved Occupancy": "48.2 %"}
     assert sort["rules"] == ['Occupancy: Too few, "small" blocks']
     assert attend["metrics"] == {"Speed: Duration": "7.5 us"}
-    assert profiling.kernels_from_csv("==ERROR== no counters\n") == []
+    assert tools.kernels_from_csv("==ERROR== no counters\n") == []
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_metrics_and_findings_of_each_launch_are_read_from_ncu() -> None:
     ids=["clean", "an error was found", "the program did not run", "too slow"],
 )
 def test_a_sanitizer_passes_only_if_the_program_ran_to_its_end(program: str, seconds: float, status: str) -> None:
-    assert sanitizing.checked([sys.executable, "-c", program], seconds=seconds)["status"] == status
+    assert tools.checked([sys.executable, "-c", program], seconds=seconds)["status"] == status
 
 
 def test_the_summary_of_a_sanitizer_is_the_problem() -> None:
     program = "print('8 calls'); print('===== ERROR SUMMARY: 3 errors'); print('bye'); raise SystemExit(9)"
-    found = sanitizing.checked([sys.executable, "-c", program], seconds=30)
+    found = tools.checked([sys.executable, "-c", program], seconds=30)
     assert found["problem"] == "exit status 9: ERROR SUMMARY: 3 errors"
     assert "bye" in found["log"]
 
@@ -80,20 +80,20 @@ def test_the_summary_of_a_sanitizer_is_the_problem() -> None:
 def test_a_problem_names_the_call_in_which_it_was_found_first() -> None:
     lines = ("========= COMPUTE-SANITIZER", "call: a, 1", "call: a, 2", "========= Race", "call: a, 3", "3 calls")
     program = f"print({os.linesep.join(lines)!r}); raise SystemExit(9)"
-    found = sanitizing.checked([sys.executable, "-c", program], seconds=30)
+    found = tools.checked([sys.executable, "-c", program], seconds=30)
     assert found["problem"] == "a, 2: exit status 9: 3 calls"
 
 
 def test_a_sanitizer_that_the_machine_does_not_allow_is_not_a_fault_of_a_kernel() -> None:
     program = "print('call: a, 1'); print('========= Error: Device not supported'); raise SystemExit(9)"
-    found = sanitizing.checked([sys.executable, "-c", program], seconds=30)
+    found = tools.checked([sys.executable, "-c", program], seconds=30)
     assert found["status"] == NOT_RUN
     assert found["problem"].endswith("does not work on this machine: Device not supported")
 
 
 def test_a_fault_of_one_operator_does_not_hide_those_of_others() -> None:
     good, bad = {"problem": "", "status": PASSED}, {"problem": "b, 2: exit status 9", "status": FAILED}
-    result = sanitizing.result_of({("memcheck", "a"): good, ("memcheck", "b"): bad, ("racecheck", "b"): good})
+    result = tools.result_of_tools({("memcheck", "a"): good, ("memcheck", "b"): bad, ("racecheck", "b"): good})
     assert result.status == FAILED
     assert result.summary == "memcheck: b, 2: exit status 9; racecheck: nothing found"
 
@@ -101,7 +101,7 @@ def test_a_fault_of_one_operator_does_not_hide_those_of_others() -> None:
 def test_without_compute_sanitizer_the_stage_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     run = Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "")
-    assert sanitizing.sanitize(run).status == NOT_RUN
+    assert tools.sanitize(run).status == NOT_RUN
 
 
 @pytest.fixture
@@ -120,18 +120,18 @@ def install(tmp_path: Path, name: str, text: str) -> None:
 
 def test_compute_sanitizer_runs_the_small_calls_under_every_tool(gpu_run: Run, tmp_path: Path) -> None:
     install(tmp_path, "compute-sanitizer", "5 calls\n========= ERROR SUMMARY: 0 errors\n")
-    result = sanitizing.sanitize(gpu_run)
+    result = tools.sanitize(gpu_run)
     assert result.status == PASSED, result
     assert result.details["tools"]["racecheck"]["lsh_sort"]["summary"] == ["0 errors"]
     lines = (tmp_path / "compute-sanitizer.arguments").read_text().splitlines()
-    assert {line.split()[3] for line in lines} == set(sanitizing.TOOLS)
+    assert {line.split()[3] for line in lines} == set(tools.TOOLS)
     assert all(line.endswith(f"{tmp_path}/driver {tmp_path}/kernels.so {tmp_path}/lsh_sort.calls 2") for line in lines)
     assert (tmp_path / "lsh_sort.calls").stat().st_size > 5 * 1000 * 4  # the longest case, 6 × 1000 integers
 
 
 def test_ncu_profiles_the_timed_calls_and_leaves_the_clocks_alone(gpu_run: Run, tmp_path: Path) -> None:
     install(tmp_path, "ncu", NCU)
-    result = profiling.profile(gpu_run)
+    result = tools.profile(gpu_run)
     assert (result.status, result.summary) == (PASSED, "2 launches"), result
     (line,) = (tmp_path / "ncu.arguments").read_text().splitlines()
     assert line.startswith("--clock-control none ")
@@ -140,19 +140,19 @@ def test_ncu_profiles_the_timed_calls_and_leaves_the_clocks_alone(gpu_run: Run, 
 
 def test_an_ncu_that_may_not_read_counters_or_takes_too_long_did_not_run(gpu_run: Run, tmp_path: Path) -> None:
     install(tmp_path, "ncu", "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n")
-    result = profiling.profile(gpu_run)
+    result = tools.profile(gpu_run)
     assert (result.status, result.summary) == (NOT_RUN, "ncu cannot read this GPU's counters: ERR_NVGPUCTRPERM")
     (tmp_path / "ncu").write_text("#!/bin/sh\necho call: lsh_sort, a case\nsleep 60\n", encoding="utf-8")
-    result = profiling.profile(replace(gpu_run, end_before=time.time() + 3))
+    result = tools.profile(replace(gpu_run, end_before=time.time() + 3))
     assert (result.status, result.summary) == (NOT_RUN, "ncu had no time left in call 1 of 1")
 
 
 def test_without_ncu_the_calls_run_and_the_stage_does_not_count_as_run(
     gpu_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr(tools.shutil, "which", lambda name: None)
     install(tmp_path, "driver", "1 calls\n")
-    assert profiling.profile(gpu_run).status == NOT_RUN
+    assert tools.profile(gpu_run).status == NOT_RUN
 
 
 def test_a_call_is_written_with_its_exact_sizes() -> None:

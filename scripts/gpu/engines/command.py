@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from gpu.carrying import install_wheels
 from gpu.device import Device, SetupError
-from gpu.engines.decoding import check_decoding
 from gpu.engines.fresh import Soak, compare_second_runner, run_in_fresh_process, soak_in_fresh_process
 from gpu.engines.fresh_process import why_no_second_runner
 from gpu.engines.latency import (
@@ -37,7 +36,7 @@ from gpu.engines.latency import (
     time_long_sequences,
     why_not_compared,
 )
-from gpu.engines.model import Model, build_artifact, build_separately, check_parity, why_left_out
+from gpu.engines.model import Model, build_artifact, build_separately, check_decoding, check_parity, why_left_out
 from gpu.engines.page import markdown_from_results
 from gpu.engines.records import Outcome, Results, json_from_results
 

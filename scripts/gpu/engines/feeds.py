@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from effexport.base.dtypes import TensorInfo
     from effexport.runners.options import RunOptions
     from effexport.tensorrt.runner import TrtRunner
 
@@ -33,7 +34,7 @@ def random_sizes(runner: TrtRunner, count: int, rng: np.random.Generator) -> lis
 
 
 def random_feeds(
-    runner: TrtRunner, sizes: Mapping[str, int], index_limit: int, rng: np.random.Generator
+    inputs: Iterable[TensorInfo], sizes: Mapping[str, int], index_limit: int, rng: np.random.Generator
 ) -> dict[str, Any]:
     """Random tokens or values; the mask hides the last quarter."""
     import numpy as np
@@ -43,7 +44,7 @@ def random_feeds(
     from effexport.tensorrt.spec import resolved
 
     feeds = {}
-    for tensor in runner.inputs:
+    for tensor in inputs:
         shape = resolved(tensor, sizes)
         assert shape is not None, f"{tensor} has a dimension that no profile sets"
         if tensor.name == MASK_NAME:

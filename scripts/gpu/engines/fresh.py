@@ -39,8 +39,8 @@ def run_in_fresh_process(model: Model) -> Outcome:
     info, reference = read_sidecar(model.engine), model.artifact / REFERENCE
     cases = [case for case in load_reference(reference) if covers(info.profiles, case.inputs)]
     output = model.folder / "fresh.safetensors"
-    names = [word for case in cases for word in ("--case", case.name)]
-    report = start_fresh(["run", str(model.engine), str(reference), str(output), *names], model.folder)
+    files = {"reference": str(reference), "output": str(output)}
+    report = start_fresh("run", model.engine, model.folder, **files, cases=[case.name for case in cases])
     found: dict[str, Arrays] = {case.name: {} for case in cases}
     for key, array in load_file(output).items():
         name, _, tensor = key.partition("/")
@@ -76,10 +76,11 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
         yield check_arithmetic(case, outputs, arithmetic_limit(spec))
 
 
-def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run fresh_process.py and return its report. Raises RuntimeError with its message if it fails."""
-    report = folder / f"{arguments[0]}.json"
-    command = [sys.executable, "-P", "-m", "gpu.engines.fresh_process", "--report", str(report), *arguments]
+def start_fresh(work: str, engine: Path, folder: Path, **arguments: Any) -> dict[str, Any]:
+    """Run one of WORKS of fresh_process.py and return its report. Raises RuntimeError with its message if it fails."""
+    report = folder / f"{work}.json"
+    command = [sys.executable, "-P", "-m", "gpu.engines.fresh_process", str(report), work, str(engine)]
+    command.append(json.dumps(arguments))
     paths = [str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
@@ -154,20 +155,20 @@ class Soak:
 
 def soak_in_fresh_process(model: Model, engine: Path, wanted: Soak) -> Outcome:
     """Soak in a process of its own, where no other library allocates memory and no plugin is registered."""
-    arguments = ["soak", str(engine), *index_limit_of(model), "--runs", str(wanted.runs)]
-    arguments += ["--seconds", str(wanted.seconds)] if math.isfinite(wanted.seconds) else []
-    return judge_soak(start_fresh([*arguments, "--graphs"] if wanted.graphs else arguments, model.folder))
+    options = dataclasses.asdict(wanted)
+    return judge_soak(start_fresh("soak", engine, model.folder, index_limit=index_limit_of(model), **options))
 
 
-def index_limit_of(model: Model) -> list[str]:
+def index_limit_of(model: Model) -> int:
+    """Token numbers are below this one."""
     from effexport.runners.runner import limits_from_spec
 
-    return ["--index-limit", str(max(limits_from_spec(model.spec).indices.values(), default=1))]
+    return max(limits_from_spec(model.spec).indices.values(), default=1)
 
 
 def compare_second_runner(model: Model, engine: Path) -> Outcome:
     """Run an engine in Polygraphy as well, in a process of its own, because Polygraphy chooses its TensorRT once."""
-    found = start_fresh(["second-runner", str(engine), *index_limit_of(model)], model.folder)
+    found = start_fresh("second-runner", engine, model.folder, index_limit=index_limit_of(model))
     return Outcome(found, "; ".join(found["different"]))
 
 

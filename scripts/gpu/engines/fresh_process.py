@@ -5,7 +5,6 @@ It loads no framework.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
 import json
@@ -14,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,27 +36,14 @@ REGISTRARS = ("effexport.plugins.tensorrt_plugins", "tensorrt.plugin")
 
 
 def fresh_main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, required=True, metavar="FILE")
-    commands = parser.add_subparsers(required=True, dest="command")
-    run = commands.add_parser("run", help="run the inputs of a reference.safetensors and write the outputs")
-    soak = commands.add_parser("soak", help="run random inputs of changing shapes and sample the memory in use")
-    second = commands.add_parser("second-runner", help="run random inputs in Polygraphy too, and compare the bits")
-    for command in (run, soak, second):
-        command.add_argument("engine", type=Path)
-    run.add_argument("reference", type=Path)
-    run.add_argument("output", type=Path)
-    run.add_argument("--case", action="append", required=True, dest="cases")
-    for command in (soak, second):
-        command.add_argument("--index-limit", type=int, required=True, help="token numbers are below this one")
-    soak.add_argument("--runs", type=int, required=True)
-    soak.add_argument("--seconds", type=float, default=math.inf, help="stop after this time; default: never")
-    soak.add_argument("--graphs", action="store_true")
-    options = parser.parse_args(arguments)
+    """Do one work with an engine. arguments: the file of the report, the name of the work, the engine, and its other
+    arguments as JSON."""
+    report_path, work, engine_path, options = sys.argv[1:] if arguments is None else arguments
+    engine = Path(engine_path)
     try:
-        import_target(options.engine)
+        import_target(engine)
         require_no_plugins(sys.modules)
-        report = {"run": run_cases, "soak": run_soak, "second-runner": run_second}[options.command](options)
+        report = WORKS[work](engine, **json.loads(options))
         require_no_registrar(sys.modules)
     except Exception as error:  # the parent records it
         print(exact(error), file=sys.stderr)
@@ -65,7 +51,7 @@ def fresh_main(arguments: Sequence[str] | None = None) -> int:
     report["frameworks_loaded"] = [name for name in ("torch", "onnx") if name in sys.modules]
     # recorded only: TensorRT may register creators that an engine contains
     report["plugin_creators_at_end"] = creators_of_ours(sys.modules)
-    options.report.write_text(json.dumps(report), encoding="utf-8")
+    Path(report_path).write_text(json.dumps(report), encoding="utf-8")
     return 0
 
 
@@ -100,24 +86,25 @@ def creators_of_ours(modules: Mapping[str, Any]) -> list[str]:
     return [creator.name for creator in creators if creator.plugin_namespace == DOMAIN]
 
 
-def run_cases(options: argparse.Namespace) -> dict[str, Any]:
+def run_cases(engine: Path, reference: str, output: str, cases: Sequence[str]) -> dict[str, Any]:
+    """Run the inputs of a reference.safetensors and write the outputs."""
     from safetensors.numpy import load_file, save_file
 
-    tensors = load_file(options.reference)
+    tensors = load_file(reference)
     outputs: Arrays = {}
-    with open_runner(options.engine) as runner:
-        for case in options.cases:
+    with open_runner(engine) as runner:
+        for case in cases:
             feeds = {tensor.name: tensors[f"{case}/inputs/{tensor.name}"] for tensor in runner.inputs}
             outputs |= {f"{case}/{name}": array for name, array in runner.run(feeds).items()}
         implementation = dict(runner.implementation)
-    save_file(outputs, options.output)
-    return {"cases": len(options.cases), "implementation": implementation}
+    save_file(outputs, output)
+    return {"cases": len(cases), "implementation": implementation}
 
 
-def run_second(options: argparse.Namespace) -> dict[str, Any]:
+def run_second(engine: Path, index_limit: int) -> dict[str, Any]:
     from effexport.tensorrt.sidecar import read_sidecar
 
-    return compare_runners(options.engine, read_sidecar(options.engine).target, options.index_limit)
+    return compare_runners(engine, read_sidecar(engine).target, index_limit)
 
 
 # How often the first shape runs before the shapes change: TensorRT may cache what depends on the shape.
@@ -142,7 +129,7 @@ def compare_runners(engine: Path, target: str, index_limit: int) -> dict[str, An
     with open_runner(engine) as runner:
         sizes = random_sizes(runner, CHANGING_SHAPES, rng)
         order = [0] * FIXED_RUNS + [int(index) for index in rng.permutation(len(sizes))]
-        feeds = [random_feeds(runner, size, index_limit, rng) for size in sizes]
+        feeds = [random_feeds(runner.inputs, size, index_limit, rng) for size in sizes]
         ours = [runner.run(feeds[index]) for index in order]
     theirs = polygraphy_outputs(engine, target, [feeds[index] for index in order])
     different = [
@@ -177,7 +164,8 @@ def difference_of_bits(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> st
     return ""
 
 
-def run_soak(options: argparse.Namespace) -> dict[str, Any]:
+def run_soak(engine: Path, index_limit: int, runs: int, seconds: float, graphs: bool) -> dict[str, Any]:
+    """Run random inputs of changing shapes and sample the memory in use."""
     from effexport.base.errors import GraphWarning
     from effexport.base.runtimes import RUNTIMES
     from effexport.runners.cuda import open_cuda
@@ -186,10 +174,10 @@ def run_soak(options: argparse.Namespace) -> dict[str, Any]:
 
     # without graphs, the soak would test something else
     warnings.simplefilter("error", GraphWarning)
-    cuda = open_cuda(RUNTIMES[read_sidecar(options.engine).target].package.extra)
+    cuda = open_cuda(RUNTIMES[read_sidecar(engine).target].package.extra)
     before = used_bytes(cuda)
-    with open_runner(options.engine, RunOptions(runtime="trt", cuda_graph=options.graphs)) as runner:
-        found = soak(runner, cuda, options.runs, options.index_limit, options.seconds)
+    with open_runner(engine, RunOptions(runtime="trt", cuda_graph=graphs)) as runner:
+        found = soak(runner, cuda, runs, index_limit, seconds)
     gc.collect()
     return {**found, "left_after_close_bytes": used_bytes(cuda) - before}
 
@@ -211,7 +199,7 @@ def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int, seconds: fl
     import numpy as np
 
     rng = np.random.default_rng(0)
-    feeds = [random_feeds(runner, sizes, index_limit, rng) for sizes in random_sizes(runner, SHAPES, rng)]
+    feeds = [random_feeds(runner.inputs, sizes, index_limit, rng) for sizes in random_sizes(runner, SHAPES, rng)]
     first: dict[int, Arrays] = {}
     samples, changed, done = [], 0, runs
     started = time.monotonic()
@@ -228,6 +216,8 @@ def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int, seconds: fl
     samples.append((done, used_bytes(cuda)))
     return {"runs": done, "runs_wanted": runs, "shapes": len(feeds), "samples": samples, "runs_that_differ": changed}
 
+
+WORKS: dict[str, Callable[..., dict[str, Any]]] = {"run": run_cases, "soak": run_soak, "second-runner": run_second}
 
 if __name__ == "__main__":
     sys.exit(fresh_main())

@@ -159,7 +159,7 @@ def measured(
 
     limit = max(limits_from_spec(spec).indices.values(), default=1)
     first, *others = runners
-    feeds = random_feeds(runners[first], {"batch": 1, "seq": length}, limit, np.random.default_rng(length))
+    feeds = random_feeds(runners[first].inputs, {"batch": 1, "seq": length}, limit, np.random.default_rng(length))
     calls: dict[str, Callable[[], object]] = {}
     outputs, problems = {}, []
     for name, runner in runners.items():

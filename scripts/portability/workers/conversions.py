@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,28 +17,20 @@ Inputs = Sequence[Mapping[str, np.ndarray]]
 Conversion = Callable[[Path, Path, Inputs], None]
 # What stays in float32 in our own float16 files: exponentials, sums over the sequence, hashes and iterations.
 FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", "IterativePinv", "LSHHash", "AFTWindowAttention")
+# Functions from an onnx.ModelProto to another.
+OF_MODELS = {
+    "effexport inline": "effexport.export.custom_nodes:inlined",
+    "onnx.inliner": "onnx.inliner:inline_local_functions",
+    "onnxslim": "onnxslim:slim",
+    "onnxscript.optimizer": "onnxscript.optimizer:optimize",
+}
 
 
-def inlined_by_effexport(source: Path, target: Path, inputs: Inputs) -> None:
+def converted_as_model(function: str, source: Path, target: Path, inputs: Inputs) -> None:
+    """Read the file, and write what a function of OF_MODELS makes of it."""
     import onnx
 
-    from effexport.export.custom_nodes import inlined
-
-    onnx.save(inlined(onnx.load(source)), target)
-
-
-def inlined_by_onnx(source: Path, target: Path, inputs: Inputs) -> None:
-    import onnx
-    from onnx.inliner import inline_local_functions
-
-    onnx.save(inline_local_functions(onnx.load(source)), target)
-
-
-def slimmed(source: Path, target: Path, inputs: Inputs) -> None:
-    import onnx
-    import onnxslim
-
-    onnx.save(onnxslim.slim(onnx.load(source)), target)
+    onnx.save(pkgutil.resolve_name(function)(onnx.load(source)), target)
 
 
 def simplified(source: Path, target: Path, inputs: Inputs) -> None:
@@ -48,13 +41,6 @@ def simplified(source: Path, target: Path, inputs: Inputs) -> None:
     if not equal:
         raise RuntimeError("onnxsim says that its own check failed")
     onnx.save(model, target)
-
-
-def optimized_by_onnxscript(source: Path, target: Path, inputs: Inputs) -> None:
-    import onnx
-    import onnxscript.optimizer
-
-    onnx.save(onnxscript.optimizer.optimize(onnx.load(source)), target)
 
 
 def passed_through_onnx_ir(source: Path, target: Path, inputs: Inputs) -> None:
@@ -140,14 +126,11 @@ def quantized_statically(source: Path, target: Path, inputs: Inputs) -> None:
 
 
 CONVERSIONS: dict[str, Conversion] = {
-    "effexport inline": inlined_by_effexport,
-    "onnx.inliner": inlined_by_onnx,
-    "onnxslim": slimmed,
+    **{name: partial(converted_as_model, function) for name, function in OF_MODELS.items()},
     "onnxsim": simplified,
-    "onnxscript.optimizer": optimized_by_onnxscript,
     "onnx_ir passes": passed_through_onnx_ir,
     **{f"onnx.version_converter {opset}": partial(version_converted, opset) for opset in (18, 23, 25)},
-    **{f"onnxscript.version_converter {opset}": partial(version_converted_by_onnxscript, opset) for opset in (23,)},
+    "onnxscript.version_converter 23": partial(version_converted_by_onnxscript, 23),
     **{
         f"onnxruntime {level}": partial(optimized_by_onnxruntime, level.upper())
         for level in ("basic", "extended", "all")
