@@ -437,6 +437,8 @@ def read_json(path: Path, expectation: str, most_bytes: int = MOST_BYTES_OF_CONF
     """The object in a JSON file. expectation: ends the error for a missing file. Raises SpecError, also for a file that
     is larger than most_bytes."""
     try:
+        if path.is_fifo():  # to open it would wait for a writer
+            raise ValueError("it is a named pipe")
         value = json.loads(bounded_bytes(path, most_bytes).decode())
     except FileNotFoundError:
         raise SpecError(f"no {path.name} in {path.parent}; {expectation}") from None

@@ -14,6 +14,7 @@ template <class Scalar>
 using Register = typename VectorOf<Scalar>::type;
 using Floats = Register<float>;
 using Ints = Register<std::int32_t>;
+using Unsigned = Register<std::uint32_t>;
 
 template <class Scalar>
 constexpr std::int64_t kLanesOf = REGISTER_BYTES / sizeof(Scalar);
@@ -68,7 +69,7 @@ inline Floats exponential(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const Ints power = (reinterpret_cast<Ints>(shifted) << 23) + (127 << 23);
+  const Unsigned power = (reinterpret_cast<Unsigned>(shifted) << 23) + (127u << 23);
   return x < kLowest ? Floats{} : p * reinterpret_cast<Floats>(power);
 }
 

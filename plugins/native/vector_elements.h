@@ -3,7 +3,6 @@
 
 #include "native/simd.h"
 
-using Unsigned = Register<std::uint32_t>;
 using HalfWords = VectorOf<std::uint16_t, REGISTER_BYTES / 2>::type;
 
 inline Ints bits_of_all(Floats values) { return reinterpret_cast<Ints>(values); }

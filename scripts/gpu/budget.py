@@ -28,12 +28,13 @@ from pages import table
 
 from effexport.plugins.contract import load_contract
 from effexport.plugins.ops import CUDA_OPS
+from gpu.bounds import Rates, bound_of
 from gpu.building import call
 from gpu.compiled import MULTIPROCESSOR, Launch, Recorder, Usage, compile_kernels
 from gpu.device import SetupError, find_nvcc, require_torch
 from gpu.goals import text_of
 from gpu.runs import folders
-from gpu.timing import KERNEL, Rates, bound_of, goal_json
+from gpu.timing import KERNEL, goal_json
 
 PAGE = ROOT / "docs" / "gpu_budget.md"
 # those of other GPUs have the code of one of these

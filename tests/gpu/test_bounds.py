@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from gpu.bounds import Rates, bound_of
 from gpu.budget import GPUS
-from gpu.timing import Rates, bound_of
 
 from effexport.plugins.contract import ACCESS_BYTES, Case, Work, attention_core, load_contract, product
 from effexport.plugins.ops import CUDA_OPS

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.correctness import check_case, relative_error, result_of
+from gpu.correctness import check_case, result_of
 from gpu.device import ALL_BLOCKS, FEW_BLOCKS, Device, KernelError
+from gpu.samples import relative_error
 from gpu.stages import FAILED, NOT_RUN, PASSED
 from torch import Tensor
 

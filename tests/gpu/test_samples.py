@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import correctness as samples
-from gpu.correctness import chosen_samples, parts, relative_error
+from gpu import samples
+from gpu.samples import chosen_samples, parts, relative_error
 from slow_cases import slow
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

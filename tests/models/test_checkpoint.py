@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,12 @@ def test_a_folder_that_is_no_supported_checkpoint(tmp_path: Path, text: str | No
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(SpecError, match=message):
+        spec_from_checkpoint(tmp_path, {})
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(SpecError, match=r"cannot read .*config.json: it is a named pipe"):
         spec_from_checkpoint(tmp_path, {})
 
 

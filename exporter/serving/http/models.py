@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -134,8 +135,8 @@ class ServedModel:
             ) from error
 
     def example_feeds(self, rows: int, seq_len: int) -> dict[str, Array]:
-        """Zeros for the inputs that are not optional; every model accepts them."""
-        sizes = {**self._model.axis_sizes, "batch": rows, "seq": seq_len}
+        """Zeros for the inputs that are not optional; every model accepts them. Axes of no known size have 2."""
+        sizes = defaultdict(lambda: 2, self._model.axis_sizes, batch=rows, seq=seq_len)
         needed = [tensor for tensor in self.signature.inputs if not is_optional(tensor)]
         return {one.name: np.zeros(shape_of(one.dims, sizes), numpy_dtype(one.dtype)) for one in needed}
 
