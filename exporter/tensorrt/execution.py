@@ -17,14 +17,7 @@ from effexport.base.runtimes import ENGINE_RUNTIMES, REBUILD_ENGINE
 from effexport.runners.cuda import EAGER_BYTES, Buffers, Cuda, CudaError, Memory, open_cuda
 from effexport.runners.options import RunOptions
 from effexport.tensorrt.bindings import BuildLog, import_api, make_runtime
-from effexport.tensorrt.sidecar import (
-    EngineInfo,
-    Shape,
-    check_engine_file,
-    check_model,
-    check_runs_here,
-    read_sidecar,
-)
+from effexport.tensorrt.sidecar import EngineInfo, Shape, check_engine_file, check_model, check_runs_here, read_sidecar
 from effexport.tensorrt.spec import Profiles
 
 if TYPE_CHECKING:

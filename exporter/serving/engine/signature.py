@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from effexport.base.dtypes import DTYPES, Array, TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
+from effexport.models.size_formula import shape_of
 from effexport.models.validation import shown
 from effexport.runners.runner import FeedLimits, checked_feeds, limits_from_spec, longest_text
 from effexport.serving.engine.errors import RequestError
@@ -117,6 +119,11 @@ GENERATION = PackagedSignature(
     ),
     frozenset(tensor.name for tensor in OPTIONS),
 )
+
+
+def example_shape(tensor: TensorInfo, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape that a model takes; sizes: of axes by name, 2 for others."""
+    return shape_of(tensor.dims, defaultdict(lambda: 2, sizes))
 
 
 def triton_type(dtype: str) -> str:

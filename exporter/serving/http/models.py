@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from effexport.base.formatting import listed, memory
 from effexport.base.machine import give_back_freed, status_bytes
 from effexport.base.runtimes import CPU, RUNTIMES, Runtime, engine_name
 from effexport.base.spec import MASK_NAME, is_optional
-from effexport.models.size_formula import shape_of
 from effexport.models.validation import shown
 from effexport.proof.check import Kind
 from effexport.runners.artifact_runner import decoder_from_artifact, runner_from_artifact
@@ -33,7 +31,7 @@ from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUN
 from effexport.serving.engine.metrics import Metrics
 from effexport.serving.engine.queue import Batcher, Outputs, Padding, Waiting, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, NAME, ServingSettings, checked_name
-from effexport.serving.engine.signature import ServedSignature, signature_from_spec
+from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
 from effexport.serving.engine.texts import Generations, Texts
 from effexport.signature import check_identity
 from effexport.tasks.task import TOKENS, Task, TextOptions
@@ -135,10 +133,10 @@ class ServedModel:
             ) from error
 
     def example_feeds(self, rows: int, seq_len: int) -> dict[str, Array]:
-        """Zeros for the inputs that are not optional; every model accepts them. Axes of no known size have 2."""
-        sizes = defaultdict(lambda: 2, self._model.axis_sizes, batch=rows, seq=seq_len)
+        """Zeros for the inputs that are not optional; every model accepts them."""
+        sizes = {**self._model.axis_sizes, "batch": rows, "seq": seq_len}
         needed = [tensor for tensor in self.signature.inputs if not is_optional(tensor)]
-        return {one.name: np.zeros(shape_of(one.dims, sizes), numpy_dtype(one.dtype)) for one in needed}
+        return {one.name: np.zeros(example_shape(one, sizes), numpy_dtype(one.dtype)) for one in needed}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

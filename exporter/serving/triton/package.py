@@ -19,7 +19,7 @@ from effexport.base.records import record_from_values
 from effexport.base.spec import is_optional
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.runners.runner import tensors_text
-from effexport.serving.engine.signature import BINARY_ONLY, protocol_type, tensors_of
+from effexport.serving.engine.signature import BINARY_ONLY, example_shape, protocol_type, tensors_of
 from effexport.serving.triton.config import Backend, choose_backends, render, warm_up_file
 from effexport.serving.triton.repository import (
     CONFIG,
@@ -375,7 +375,7 @@ def example_inputs(record: ModelRecord) -> list[tuple[TensorInfo, list[int]]]:
     """The inputs of an example request with their shapes; Python models have defaults for masks and segments."""
     needed = [tensor for tensor in tensors_of(record.inputs) if record.backend != "python" or not is_optional(tensor)]
     sizes = {"batch": 1, "seq": record.example_length}
-    return [(one, [sizes.get(dim, 2) if isinstance(dim, str) else dim for dim in one.dims]) for one in needed]
+    return [(tensor, list(example_shape(tensor, sizes))) for tensor in needed]
 
 
 def json_request(record: ModelRecord) -> str | None:

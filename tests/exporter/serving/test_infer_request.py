@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from effexport.base.dtypes import TensorInfo
 from effexport.base.errors import UserError
 from effexport.base.spec import BuildSpec
 from effexport.serving.engine.errors import RequestError
 from effexport.serving.engine.settings import ServingSettings
-from effexport.serving.engine.signature import ServedSignature, signature_from_spec
+from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
 from effexport.serving.http.bodies import InferRequest, answer_from_outputs, infer_request, json_length
 
 pytestmark = pytest.mark.requires("serve")
@@ -56,6 +57,11 @@ def refusal(signature: ServedSignature, *inputs: dict[str, Any], **fields: Any) 
     with pytest.raises(UserError) as refused:
         parsed(signature, list(inputs), **fields)
     return str(refused.value)
+
+
+def test_an_example_has_two_of_what_has_no_known_size() -> None:
+    tensor = TensorInfo("input_ids", "int64", ("batch", "choices", "2*seq", 3))
+    assert example_shape(tensor, {"batch": 1, "seq": 5}) == (1, 2, 10, 3)
 
 
 @pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]])
