@@ -67,7 +67,8 @@ class Mutant:
     def tests(self) -> tuple[str, ...]:
         """The files that should catch it."""
         names = (f"cuda_{self.operator}",) * self.on_cuda + (self.operator, "contract")
-        names += ("cpu_kernels",) * self.operator.endswith("_linear")  # with every instruction set
+        # with every instruction set
+        names += ("cpu_kernels",) * (self.operator.endswith("_linear") or self.operator == "masked_attention")
         return tuple(path for name in names if (ROOT / (path := f"tests/plugins/test_{name}.py")).is_file())
 
     @property
@@ -76,9 +77,8 @@ class Mutant:
         if self.operator == "native":
             return "wrong_shape or infers_the_shapes"
         name = next(op.onnx_name for op in OPS.values() if op.torch_name == self.operator)
-        return (
-            f"test_{self.operator} or test_cuda or ({name} and {'' if self.on_cuda else 'not '}cuda) or linear_layers"
-        )
+        coarse = "bfloat16_attention" if self.operator == "masked_attention" else "linear_layers"
+        return f"test_{self.operator} or test_cuda or ({name} and {'' if self.on_cuda else 'not '}cuda) or {coarse}"
 
 
 def mutants_of(file: str, *faults: tuple[str, str]) -> tuple[Mutant, ...]:
@@ -220,6 +220,19 @@ MUTANTS = (
         ("store(out, load(out) * factors[row + i] + sum);", "store(out, load(out) + sum);"),
         ("sight.end[i] >= to &&", ""),
         ("((column < begin) | (column >= end)) ? beyond : x", "x"),
+        # pairs: of numbers that are none of bfloat16, with an end that is not zeros, without their scale or their rest
+        ("if ((bits[lane] & 0xffff) != 0) return false;", ""),
+        ("std::fill(halves + count, halves + 2 * words, BFloat16{});", ""),
+        ("load(logits + j) * t.scale", "load(logits + j)"),
+        ("(load(one + c) + load(other + c))", "(load(one + c) - load(other + c))"),
+        ("j < seen ? load(weights + j)", "j <= seen ? load(weights + j)"),
+        ("row < count && c < width ?", "c < width ?"),
+    ),
+    *mutants_of(
+        "masked_attention/kernel_cpu.cc",
+        # values that are no numbers of bfloat16
+        ("pairs.pair_rows != nullptr &&", "false &&"),
+        ("sees_ ? keep_ : nullptr", "nullptr"),
     ),
     *mutants_of("masked_attention/ort.cc", ("batch heads m e", "batch heads e e")),
     *mutants_of(

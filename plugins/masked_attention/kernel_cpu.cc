@@ -12,6 +12,12 @@
 #include "native/cpu_dispatch.h"
 #include "native/online_softmax.h"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+#include "native/amx.h"
+#endif
+
 namespace effexport::masked_attention {
 namespace {
 
@@ -22,13 +28,58 @@ constexpr std::int64_t kSliceKeys = 8 * kTileKeys;
 #include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
+#ifdef EFFEXPORT_X86
+EFFEXPORT_BEGIN_SET("avx512f,avx512bw,avx512bf16")
+#define REGISTER_BYTES 64
+#define REGISTERS 4
+#define DOTS
+namespace avx512_bf16 {
+#include "native/online_softmax_vectors.h"
+#undef EFFEXPORT_SIMD
+}  // namespace avx512_bf16
+EFFEXPORT_END_SET
+EFFEXPORT_BEGIN_SET(EFFEXPORT_AROUND_TILES)
+#define AMX
+namespace tiles {
+#include "native/online_softmax_vectors.h"
+#undef EFFEXPORT_SIMD
+}  // namespace tiles
+#undef AMX
+EFFEXPORT_END_SET
+#undef DOTS
+#undef REGISTERS
+#undef REGISTER_BYTES
+#endif
+
+#define FUNCTIONS(set) SoftmaxFunctions<T>{set::widen_row<T>, set::narrow_row<T>, set::transpose, set::attend}
 template <class T>
 const SoftmaxFunctions<T>& functions() {
-#define FUNCTIONS(set) SoftmaxFunctions<T>{set::widen_row<T>, set::narrow_row<T>, set::transpose, set::attend}
   static const CpuDispatch<SoftmaxFunctions<T>> made(EFFEXPORT_CPU_SETS(FUNCTIONS));
-#undef FUNCTIONS
   return made.selected();
 }
+
+// Those that multiply queries and keys in pairs of bfloat16, if the processor has them; `pair` is null otherwise.
+template <class T>
+const SoftmaxFunctions<T>& functions_of_pairs() {
+  static const CpuDispatch<SoftmaxFunctions<T>> made([] {
+    std::vector<typename CpuDispatch<SoftmaxFunctions<T>>::Set> sets;
+#ifdef EFFEXPORT_X86
+    const X86Features found = x86_features();
+    SoftmaxFunctions<T> on_tiles = FUNCTIONS(tiles), pairs = FUNCTIONS(avx512_bf16);
+    on_tiles.pair = tiles::pair_row<T>;
+    on_tiles.fits_pairs = tiles::all_bfloat16<T>;
+    on_tiles.words_at_once = amx::kSteps;
+    on_tiles.pair_rows = tiles::pair_rows<T>;
+    pairs.pair = avx512_bf16::pair_row<T>;
+    pairs.fits_pairs = avx512_bf16::all_bfloat16<T>;
+    sets.push_back({"amx", on_tiles, amx::is_there(found)});
+    sets.push_back({"avx512_bf16", pairs, found.avx512_bf16});
+#endif
+    return sets;
+  }());
+  return made.selected();
+}
+#undef FUNCTIONS
 
 std::int64_t query_blocks(const Problem& p) { return (p.queries + kUnitQueries - 1) / kUnitQueries; }
 
@@ -36,40 +87,65 @@ std::int64_t query_blocks(const Problem& p) { return (p.queries + kUnitQueries -
 std::int64_t slices(const Problem& p) { return p.queries > kUnitQueries ? 1 : (p.keys + kSliceKeys - 1) / kSliceKeys; }
 
 template <class T>
-SoftmaxRows<T> rows_of(const Problem& p, Carver& carver) {
+SoftmaxRows<T> rows_of(const Problem& p, const SoftmaxFunctions<T>& with, Carver& carver) {
   // The logit of a hidden key is finite, so that a sample that sees nothing averages over all of its keys.
-  return {functions<T>(), p.head_dim, p.value_dim, std::min(p.queries, kUnitQueries), kLowestLogit, carver};
+  return {with, p.head_dim, p.value_dim, std::min(p.queries, kUnitQueries), kLowestLogit, carver};
+}
+
+// Of one group: queries [first, last) over keys [first_key, last_key).
+struct Range {
+  std::int64_t group, first, last, first_key, last_key;
+};
+
+// Queries and keys that are numbers of bfloat16 are multiplied as such: the products are the same. So are values. keep:
+// of the group, null for all; what is hidden has no part in the choice.
+template <class T>
+SoftmaxFunctions<T> functions_for(const Problem& p, const Arrays<T>& a, const Range& r, const bool* keep) {
+  SoftmaxFunctions<T> pairs = functions_of_pairs<T>();
+  const auto fit = [&](const T* rows, std::int64_t width) {
+    for (std::int64_t key = r.first_key, end = key; key < r.last_key; key = end + 1) {
+      end = keep == nullptr ? r.last_key : std::find(keep + key, keep + r.last_key, false) - keep;
+      if (!pairs.fits_pairs(rows + (r.group * p.keys + key) * width, (end - key) * width)) return false;
+    }
+    return true;
+  };
+  const T* const q = a.q + (r.group * p.queries + r.first) * p.head_dim;
+  if (pairs.pair == nullptr || !pairs.fits_pairs(q, (r.last - r.first) * p.head_dim) || !fit(a.k, p.head_dim)) {
+    return functions<T>();
+  }
+  if (pairs.pair_rows != nullptr && !fit(a.v, p.value_dim)) pairs.pair_rows = nullptr;
+  return pairs;
 }
 
 template <class T>
 class Unit {
  public:
-  Unit(const Problem& p, const Arrays<T>& arrays, std::int64_t group, void* memory)
-      : p_(p), a_(arrays), group_(group), keep_(arrays.keep + group / p.heads * p.keys),
-        sees_(std::find(keep_, keep_ + p.keys, true) != keep_ + p.keys), carver_(memory), rows_(rows_of<T>(p, carver_)) {}
+  Unit(const Problem& p, const Arrays<T>& arrays, const Range& range, void* memory)
+      : p_(p), a_(arrays), r_(range), keep_(arrays.keep + range.group / p.heads * p.keys),
+        sees_(std::find(keep_, keep_ + p.keys, true) != keep_ + p.keys), carver_(memory),
+        rows_(rows_of<T>(p, functions_for(p, arrays, range, sees_ ? keep_ : nullptr), carver_)) {}
 
-  // Queries [first, last) over keys [first_key, last_key).
-  void run(std::int64_t first, std::int64_t last, std::int64_t first_key, std::int64_t last_key) {
-    const T* q = a_.q + (group_ * p_.queries + first) * p_.head_dim;
-    rows_.start(last - first, p_.scale, [&](std::int64_t i) { return q + i * p_.head_dim; });
-    std::fill(rows_.end, rows_.end + (last - first), p_.keys);
-    const KeyRows<T> from{a_.k + group_ * p_.keys * p_.head_dim, a_.v + group_ * p_.keys * p_.value_dim};
-    for (std::int64_t key = first_key; key < last_key; key += kTileKeys) {
-      const std::int64_t keys = std::min(kTileKeys, last_key - key);
+  void run() {
+    const T* q = a_.q + (r_.group * p_.queries + r_.first) * p_.head_dim;
+    rows_.start(r_.last - r_.first, p_.scale, [&](std::int64_t i) { return q + i * p_.head_dim; });
+    std::fill(rows_.end, rows_.end + (r_.last - r_.first), p_.keys);
+    const KeyRows<T> from{a_.k + r_.group * p_.keys * p_.head_dim, a_.v + r_.group * p_.keys * p_.value_dim};
+    for (std::int64_t key = r_.first_key; key < r_.last_key; key += kTileKeys) {
+      const std::int64_t keys = std::min(kTileKeys, r_.last_key - key);
       const std::int64_t visible = std::count(keep_ + key, keep_ + key + keys, true);
       if (visible == 0 && sees_) continue;  // their weights are zero
       rows_.attend(from, key, keys, visible == keys ? nullptr : keep_ + key);
     }
   }
 
-  void write_out(std::int64_t first, std::int64_t last) const {
-    T* out = a_.out + (group_ * p_.queries + first) * p_.value_dim;
-    for (std::int64_t i = 0; i < last - first; ++i) rows_.write(i, out + i * p_.value_dim);
+  void write_out() const {
+    T* out = a_.out + (r_.group * p_.queries + r_.first) * p_.value_dim;
+    for (std::int64_t i = 0; i < r_.last - r_.first; ++i) rows_.write(i, out + i * p_.value_dim);
   }
 
   // Rows of [queries, top, sum and value_dim of context].
   void write_partial(std::int64_t slice) const {
-    float* row = a_.partials + (group_ * slices(p_) + slice) * p_.queries * (p_.value_dim + 2);
+    float* row = a_.partials + (r_.group * slices(p_) + slice) * p_.queries * (p_.value_dim + 2);
     for (std::int64_t i = 0; i < p_.queries; ++i, row += p_.value_dim + 2) {
       row[0] = rows_.top[i];
       row[1] = rows_.sum[i];
@@ -80,7 +156,7 @@ class Unit {
  private:
   const Problem& p_;
   const Arrays<T>& a_;
-  const std::int64_t group_;
+  const Range r_;
   const bool* keep_;
   const bool sees_;
   Carver carver_;
@@ -92,9 +168,10 @@ class Unit {
 std::int64_t cpu_units(const Problem& problem) { return problem.groups * query_blocks(problem) * slices(problem); }
 
 std::size_t cpu_workspace_bytes(const Problem& problem) {
-  Carver carver(nullptr);
-  rows_of<float>(problem, carver);
-  return carver.bytes();
+  Carver numbers(nullptr), pairs(nullptr);
+  rows_of(problem, functions<float>(), numbers);
+  rows_of(problem, functions_of_pairs<float>(), pairs);
+  return std::max(numbers.bytes(), pairs.bytes());
 }
 
 std::int64_t cpu_partial_floats(const Problem& problem) {
@@ -107,14 +184,15 @@ void attend_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t fi
                 void* workspace) {
   const std::int64_t blocks = query_blocks(problem), parts = slices(problem);
   for (std::int64_t unit = first_unit; unit < last_unit; ++unit) {
-    Unit<T> work(problem, arrays, unit / (blocks * parts), workspace);
-    const std::int64_t first = unit / parts % blocks * kUnitQueries, slice = unit % parts;
+    const std::int64_t first = unit / parts % blocks * kUnitQueries;
     const std::int64_t last = std::min(first + kUnitQueries, problem.queries);
+    const std::int64_t slice = unit % parts, keys = parts == 1 ? problem.keys : kSliceKeys;
+    const Range range{unit / (blocks * parts), first, last, slice * keys, std::min((slice + 1) * keys, problem.keys)};
+    Unit<T> work(problem, arrays, range, workspace);
+    work.run();
     if (parts == 1) {
-      work.run(first, last, 0, problem.keys);
-      work.write_out(first, last);
+      work.write_out();
     } else {
-      work.run(first, last, slice * kSliceKeys, std::min((slice + 1) * kSliceKeys, problem.keys));
       work.write_partial(slice);
     }
   }

@@ -176,21 +176,23 @@ class Tiles {
 
   // The sums of up to 32 rows times a panel, [rows, 64]. steps: of the first row, whose next one begins `stride` steps
   // later. panel: [count, 64] steps. count: a multiple of 16. The sums of a row do not depend on how many there are.
+  // Rows of the panel and of sums begin so many steps and sums apart.
   template <class Sum, class Step>
   EFFEXPORT_AMX void multiply_rows(int rows, const Step* steps, std::int64_t stride, std::int64_t count,
-                                   const Step* panel, Sum* to) {
+                                   const Step* panel, Sum* to, std::int64_t panel_stride = kColumns,
+                                   std::int64_t sums_stride = kColumns) {
     static_assert(sizeof(Step) == 4 && sizeof(Sum) == 4);
     if (rows != rows_) resize(rows);
     __asm__ volatile("" : : "r"(steps), "r"(panel) : "memory");
     const bool has_more = rows > kTileRows;
-    const std::int64_t row_bytes = stride * 4, panel_bytes = kColumns * 4;
+    const std::int64_t row_bytes = stride * 4, panel_bytes = panel_stride * 4, sums_bytes = sums_stride * 4;
     for (int half = 0; half < kColumns; half += 2 * kSteps) {
       zero<0>();
       zero<1>();
       zero<2>();
       zero<3>();
       for (std::int64_t k = 0; k < count; k += kSteps) {
-        const Step* const columns = panel + k * kColumns + half;
+        const Step* const columns = panel + k * panel_stride + half;
         load<4>(steps + k, row_bytes);
         load<6>(columns, panel_bytes);
         load<7>(columns + kSteps, panel_bytes);
@@ -202,11 +204,11 @@ class Tiles {
         multiply<Sum, 3, 5, 7>();
       }
       Sum* const first = to + half;
-      store<0>(first, panel_bytes);
-      store<1>(first + kSteps, panel_bytes);
+      store<0>(first, sums_bytes);
+      store<1>(first + kSteps, sums_bytes);
       if (!has_more) continue;
-      store<2>(first + kTileRows * kColumns, panel_bytes);
-      store<3>(first + kTileRows * kColumns + kSteps, panel_bytes);
+      store<2>(first + kTileRows * sums_stride, sums_bytes);
+      store<3>(first + kTileRows * sums_stride + kSteps, sums_bytes);
     }
   }
 

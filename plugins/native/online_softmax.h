@@ -23,10 +23,13 @@ struct SoftmaxTile {
   const float* queries;          // [rows, query_stride]
   std::int64_t rows;
   std::int64_t query_stride;
-  const float* transposed_keys;  // [head_dim, kTileKeys]
-  std::int64_t head_dim;
+  const float* transposed_keys;  // [depth, kTileKeys]
+  std::int64_t depth;            // words of a query
+  float scale;                   // of products, if words are pairs; otherwise queries have it in them
   const float* values;           // [keys, value_stride]
   std::int64_t value_stride;
+  const float* paired_values;    // null, or the same in words: [words_of_keys(keys), paired_stride]
+  std::int64_t paired_stride;
   std::int64_t first_key;
   std::int64_t keys;
   const std::int64_t* begin;     // [rows]: each row sees keys [begin, end), of which the tile has some
@@ -41,12 +44,23 @@ struct SoftmaxTile {
   float* sum;
 };
 
+// Of pairs of keys, with zeros at the end.
+constexpr std::int64_t words_of_keys(std::int64_t keys) { return round_up((keys + 1) / 2, 16); }
+
+// Queries and keys are words: float32 numbers or, where `pair` is not null and writes them, pairs of bfloat16 numbers
+// with zeros after the last, `words_at_once` or a multiple of it. fits_pairs: true if all numbers are of bfloat16.
+// pair_rows: values as pairs of two rows; null where they stay float32.
 template <class T>
 struct SoftmaxFunctions {
   void (*widen)(const T* from, std::int64_t count, float factor, float* to);
   void (*narrow)(const float* from, std::int64_t count, float factor, T* to);
   void (*transpose)(const float* rows, std::int64_t count, std::int64_t width, float* out);
   void (*attend)(const SoftmaxTile& tile);
+  void (*pair)(const T* from, std::int64_t count, std::int64_t words, float* to) = nullptr;
+  bool (*fits_pairs)(const T* from, std::int64_t count) = nullptr;
+  std::int64_t words_at_once = 1;
+  void (*pair_rows)(const T* const* rows, std::int64_t count, std::int64_t width, std::int64_t stride,
+                    float* to) = nullptr;
 };
 
 // Keys of one head and their values, dense rows: neighbours, or those of `tokens`.
@@ -72,13 +86,16 @@ class SoftmaxRows {
     end = carver.take<std::int64_t>(rows);
     top = carver.take<float>(rows);
     sum = carver.take<float>(rows);
-    query_stride_ = round_up(head_dim, kRowStep);
+    depth_ = functions.pair == nullptr ? head_dim : round_up((head_dim + 1) / 2, functions.words_at_once);
+    query_stride_ = round_up(depth_, kRowStep);
     value_stride_ = round_up(value_dim, kRowStep);
     queries_ = carver.take<float>(rows * query_stride_);
     context_ = carver.take<float>(rows * value_stride_);
-    keys_ = carver.take<float>(kTileKeys * head_dim);
-    transposed_keys_ = carver.take<float>(kTileKeys * head_dim);
+    keys_ = carver.take<float>(kTileKeys * depth_);
+    transposed_keys_ = carver.take<float>(kTileKeys * depth_);
     values_ = carver.take<float>(kTileKeys * value_stride_);
+    paired_stride_ = functions.pair_rows == nullptr ? 0 : round_up(value_dim, 64);
+    paired_values_ = carver.take<float>(words_of_keys(kTileKeys) * paired_stride_);
     logits_ = carver.take<float>(std::min(rows, kTileQueries) * kTileKeys);
     hidden_ = carver.take<std::int32_t>(kTileKeys);
   }
@@ -87,6 +104,7 @@ class SoftmaxRows {
   template <class QueryOf>
   void start(std::int64_t count, float scale, QueryOf query_of) {
     rows_ = round_up(count, kTileRows);
+    scale_ = scale;
     std::fill(begin, begin + rows_, 0);
     std::fill(end, end + rows_, 0);
     std::fill(top, top + rows_, kLowestLogit);
@@ -94,7 +112,7 @@ class SoftmaxRows {
     std::fill(context_, context_ + rows_ * value_stride_, 0.0f);
     std::fill(queries_ + count * query_stride_, queries_ + rows_ * query_stride_, 0.0f);
     for (std::int64_t i = 0; i < count; ++i) {
-      functions_.widen(query_of(i), head_dim_, scale, queries_ + i * query_stride_);
+      write_words(query_of(i), scale, queries_ + i * query_stride_);
     }
   }
 
@@ -103,8 +121,10 @@ class SoftmaxRows {
   // distance + j - i; null for none.
   void attend(const KeyRows<T>& from, std::int64_t first, std::int64_t count, const bool* visible,
               const float* bias = nullptr, std::int64_t distance = 0) {
-    functions_.transpose(key_rows(from, first, count), count, head_dim_, transposed_keys_);
-    const float* values = value_rows(from, first, count);
+    functions_.transpose(key_rows(from, first, count), count, depth_, transposed_keys_);
+    const bool paired = functions_.pair_rows != nullptr;
+    if (paired) pair_values(from, first, count);
+    const float* values = paired ? nullptr : value_rows(from, first, count);
     for (std::int64_t i = 0; visible != nullptr && i < kTileKeys; ++i) hidden_[i] = i < count && !visible[i] ? -1 : 0;
     for (std::int64_t at = 0; at < rows_; at += kTileQueries) {
       SoftmaxTile tile{};
@@ -112,9 +132,12 @@ class SoftmaxRows {
       tile.rows = std::min(kTileQueries, rows_ - at);
       tile.query_stride = query_stride_;
       tile.transposed_keys = transposed_keys_;
-      tile.head_dim = head_dim_;
+      tile.depth = depth_;
+      tile.scale = scale_;
       tile.values = values;
       tile.value_stride = value_stride_;
+      tile.paired_values = paired ? paired_values_ : nullptr;
+      tile.paired_stride = paired_stride_;
       tile.first_key = first;
       tile.keys = count;
       tile.begin = begin + at;
@@ -142,12 +165,17 @@ class SoftmaxRows {
   float* sum;
 
  private:
+  void write_words(const T* row, float scale, float* to) {
+    if (functions_.pair != nullptr) return functions_.pair(row, head_dim_, depth_, to);
+    functions_.widen(row, head_dim_, scale, to);
+  }
+
   const float* key_rows(const KeyRows<T>& from, std::int64_t first, std::int64_t count) {
     if constexpr (std::is_same_v<T, float>) {
-      if (from.tokens == nullptr) return from.keys + first * head_dim_;
+      if (from.tokens == nullptr && functions_.pair == nullptr) return from.keys + first * head_dim_;
     }
     for (std::int64_t i = 0; i < count; ++i) {
-      functions_.widen(from.keys + from.row(first + i) * head_dim_, head_dim_, 1.0f, keys_ + i * head_dim_);
+      write_words(from.keys + from.row(first + i) * head_dim_, 1.0f, keys_ + i * depth_);
     }
     return keys_;
   }
@@ -164,18 +192,28 @@ class SoftmaxRows {
     return values_;
   }
 
+  void pair_values(const KeyRows<T>& from, std::int64_t first, std::int64_t count) {
+    const T* rows[kTileKeys];
+    for (std::int64_t i = 0; i < count; ++i) rows[i] = from.values + from.row(first + i) * value_dim_;
+    functions_.pair_rows(rows, count, value_dim_, paired_stride_, paired_values_);
+  }
+
   const SoftmaxFunctions<T> functions_;
   const std::int64_t head_dim_;
   const std::int64_t value_dim_;
   const float hidden_logit_;
+  std::int64_t depth_;
   std::int64_t query_stride_;
   std::int64_t value_stride_;
+  std::int64_t paired_stride_;
   std::int64_t rows_ = 0;
+  float scale_ = 1.0f;
   float* queries_;
   float* context_;
   float* keys_;
   float* transposed_keys_;
   float* values_;
+  float* paired_values_;
   float* logits_;
   std::int32_t* hidden_;
 };

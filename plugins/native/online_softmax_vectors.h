@@ -19,6 +19,33 @@ inline void narrow_row(const float* from, std::int64_t count, float factor, T* t
   for (; c < count; ++c) to[c] = from_float<T>(factor * from[c]);
 }
 
+#ifdef DOTS
+template <class T>
+inline void pair_row(const T* from, std::int64_t count, std::int64_t words, float* to) {
+  auto* const halves = reinterpret_cast<BFloat16*>(to);
+  std::int64_t c = 0;
+  for (; c + kLanes <= count; c += kLanes) narrow(widen(from + c), halves + c);
+  for (; c < count; ++c) halves[c] = from_float<BFloat16>(to_float(from[c]));
+  std::fill(halves + count, halves + 2 * words, BFloat16{});
+}
+
+template <class T>
+inline bool all_bfloat16(const T* from, std::int64_t count) {
+  if constexpr (!std::is_same_v<T, float>) return std::is_same_v<T, BFloat16>;
+  constexpr std::int64_t kAtOnce = 64 * kLanes;
+  for (std::int64_t first = 0; first < count; first += kAtOnce) {
+    Ints bits{};
+    for (std::int64_t c = first; c < std::min(first + kAtOnce, count); c += kLanes) {
+      bits |= bits_of_all(read(from, c, count));
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if ((bits[lane] & 0xffff) != 0) return false;
+    }
+  }
+  return true;
+}
+#endif
+
 typedef float Four __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef std::int32_t FourInts __attribute__((vector_size(16)));
 
@@ -82,18 +109,54 @@ struct Sight {
   }
 };
 
+#ifdef AMX
+using Tiles = amx::Tiles;
+
+// The logits of all keys.
+inline void make_logits(const SoftmaxTile& t, const Sight&, Tiles& tiles) {
+  const auto* const queries = reinterpret_cast<const std::uint32_t*>(t.queries);
+  const auto* const keys = reinterpret_cast<const std::uint32_t*>(t.transposed_keys);
+  for (std::int64_t row = 0; row < t.rows; row += amx::kRows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(amx::kRows, t.rows - row));
+    for (std::int64_t column = 0; column < t.keys; column += amx::kColumns) {
+      tiles.multiply_rows(rows, queries + row * t.query_stride, t.query_stride, t.depth, keys + column,
+                          t.logits + row * kTileKeys + column, kTileKeys, kTileKeys);
+    }
+  }
+  for (std::int64_t row = 0; row < t.rows; ++row) {
+    float* const logits = t.logits + row * kTileKeys;
+    for (std::int64_t j = 0; j < t.keys; j += kLanes) store(logits + j, load(logits + j) * t.scale);
+  }
+}
+#else
+struct Tiles {};
+
 // The logits that a strip sees, and some beside them.
-inline void make_logits(const SoftmaxTile& t, const Sight& sight) {
+inline void make_logits(const SoftmaxTile& t, const Sight& sight, Tiles&) {
   for_each_panel<float>(round_up(t.keys, kRowStep), [&](auto registers, std::int64_t column) {
     for (std::int64_t row = 0; row < t.rows; row += kTileRows) {
       const std::int64_t strip = row / kTileRows;
       if (sight.strip_end[strip] <= column || sight.strip_begin[strip] >= column + registers * kLanes) continue;
       ProductTile<float, registers> tile;
-      tile.add(t.queries + row * t.query_stride, t.query_stride, 1, t.transposed_keys + column, kTileKeys, t.head_dim);
-      tile.for_each([&](int i, std::int64_t j, Floats sum) { store(t.logits + (row + i) * kTileKeys + column + j, sum); });
+#ifdef DOTS
+      const auto* queries = reinterpret_cast<const std::int32_t*>(t.queries + row * t.query_stride);
+      const auto* keys = reinterpret_cast<const std::int32_t*>(t.transposed_keys + column);
+      tile.add(queries, t.query_stride, 1, keys, kTileKeys, t.depth, [&](Floats sums, std::int32_t pair, Ints pairs) {
+        const __m512i left = _mm512_set1_epi32(pair);
+        return Floats(_mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(left), reinterpret_cast<__m512bh>(pairs)));
+      });
+      const float scale = t.scale;
+#else
+      tile.add(t.queries + row * t.query_stride, t.query_stride, 1, t.transposed_keys + column, kTileKeys, t.depth);
+      constexpr float scale = 1.0f;
+#endif
+      tile.for_each([&](int i, std::int64_t j, Floats sum) {
+        store(t.logits + (row + i) * kTileKeys + column + j, sum * scale);
+      });
     }
   });
 }
+#endif
 
 // Hides what row `row` does not see of its logits [from, to), whole registers, and adds its biases.
 inline void mask(const SoftmaxTile& t, const Sight& sight, std::int64_t row, std::int64_t from, std::int64_t to) {
@@ -155,10 +218,61 @@ inline void add_values(const SoftmaxTile& t, const Sight& sight, const float* fa
   });
 }
 
+#ifdef AMX
+// The same of values in pairs. A weight is the sum of two bfloat16 numbers to within 2⁻¹⁷ of it.
+inline void add_pairs(const SoftmaxTile& t, const float* factors, Tiles& tiles) {
+  constexpr std::int64_t kWords = kTileKeys / 2;
+  alignas(64) std::uint32_t high[amx::kRows * kWords], low[amx::kRows * kWords];
+  alignas(64) float sums[2][amx::kRows * amx::kColumns];
+  const std::int64_t seen = round_up(t.keys, kLanes), words = words_of_keys(t.keys);
+  const auto* const values = reinterpret_cast<const std::uint32_t*>(t.paired_values);
+  for (std::int64_t first = 0; first < t.rows; first += amx::kRows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(amx::kRows, t.rows - first));
+    for (int i = 0; i < rows; ++i) {
+      const float* const weights = t.logits + (first + i) * kTileKeys;
+      auto* const upper = reinterpret_cast<std::uint16_t*>(high + i * kWords);
+      auto* const lower = reinterpret_cast<BFloat16*>(low + i * kWords);
+      for (std::int64_t j = 0; j < 2 * words; j += kLanes) {
+        const Floats weight = j < seen ? load(weights + j) : Floats{};
+        const Ints top = bits_of_all(weight) & static_cast<std::int32_t>(0xffff0000);
+        write_half_words(top >> 16, upper + j);
+        narrow(weight - floats_of_bits(top), lower + j);
+      }
+    }
+    for (std::int64_t column = 0; column < t.value_stride; column += amx::kColumns) {
+      tiles.multiply_rows(rows, high, kWords, words, values + column, sums[0], t.paired_stride);
+      tiles.multiply_rows(rows, low, kWords, words, values + column, sums[1], t.paired_stride);
+      const std::int64_t width = std::min<std::int64_t>(amx::kColumns, t.value_stride - column);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        float* const out = t.context + (first + i) * t.value_stride + column;
+        const float *one = sums[0] + i * amx::kColumns, *other = sums[1] + i * amx::kColumns;
+        for (std::int64_t c = 0; c < width; c += kLanes) {
+          store(out + c, load(out + c) * factors[first + i] + (load(one + c) + load(other + c)));
+        }
+      }
+    }
+  }
+}
+
+// The words of `count` rows of values, of a pair of rows each, with zeros in the rows and columns that do not exist.
+template <class T>
+inline void pair_rows(const T* const* rows, std::int64_t count, std::int64_t width, std::int64_t stride, float* to) {
+  for (std::int64_t pair = 0; pair < words_of_keys(count); ++pair, to += stride) {
+    for (std::int64_t c = 0; c < stride; c += kLanes) {
+      const auto half = [&](std::int64_t row) {
+        return row < count && c < width ? bfloat16_bits(read(rows[row], c, width)) : Ints{};
+      };
+      store(to + c, floats_of_bits(half(2 * pair) | half(2 * pair + 1) << 16));
+    }
+  }
+}
+#endif
+
 inline void attend(const SoftmaxTile& t) {
   static_assert(kTileRows <= kLanes);
   const Sight sight(t);
-  make_logits(t, sight);
+  Tiles tiles;
+  make_logits(t, sight, tiles);
   float factors[kTileQueries];
   for (std::int64_t row = 0; row < t.rows; row += kTileRows) {
     const std::int64_t begin = sight.strip_begin[row / kTileRows], end = sight.strip_end[row / kTileRows];
@@ -170,5 +284,8 @@ inline void attend(const SoftmaxTile& t) {
     }
     weigh(t, row, from, to, factors + row);
   }
+#ifdef AMX
+  if (t.paired_values != nullptr) return add_pairs(t, factors, tiles);
+#endif
   add_values(t, sight, factors);
 }

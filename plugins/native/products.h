@@ -21,15 +21,23 @@ struct ProductTile {
   // Adds Σ_k x[i, k] y[k, j] for k < depth. x[i, k] is at i · x_row + k · x_step, y[k, j] at k · y_stride + j.
   void add(const Scalar* x, std::int64_t x_row, std::int64_t x_step, const Scalar* y, std::int64_t y_stride,
            std::int64_t depth) {
+    const auto multiply = [&](Register<Scalar> sums, Scalar left, Register<Scalar> right) { return sums + left * right; };
+    add(x, x_row, x_step, y, y_stride, depth, multiply);
+  }
+
+  // The same of steps of four bytes, with another multiply(sums, step, steps).
+  template <class Step, class Multiply>
+  void add(const Step* x, std::int64_t x_row, std::int64_t x_step, const Step* y, std::int64_t y_stride,
+           std::int64_t depth, Multiply multiply) {
     for (std::int64_t k = 0; k < depth; ++k) {
-      Register<Scalar> row[kRegisters];
+      Register<Step> row[kRegisters];
 #pragma GCC unroll 8
-      for (int v = 0; v < kRegisters; ++v) row[v] = load(y + k * y_stride + v * kLanesOf<Scalar>);
+      for (int v = 0; v < kRegisters; ++v) row[v] = load(y + k * y_stride + v * kLanesOf<Step>);
 #pragma GCC unroll 8
       for (int i = 0; i < kTileRows; ++i) {
-        const Scalar left = x[i * x_row + k * x_step];
+        const Step left = x[i * x_row + k * x_step];
 #pragma GCC unroll 8
-        for (int v = 0; v < kRegisters; ++v) sum[i][v] += left * row[v];
+        for (int v = 0; v < kRegisters; ++v) sum[i][v] = multiply(sum[i][v], left, row[v]);
       }
     }
   }

@@ -101,9 +101,10 @@ def test_vectors_of_every_width_give_the_same_bits(sets: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("best", ["amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512", "avx2", "baseline"])
-def test_linear_layers_are_right_with_every_instruction_set(best: str) -> None:
+@pytest.mark.parametrize("program", ["linear_layers", "bfloat16_attention"])
+def test_products_of_coarse_numbers_are_right_with_every_instruction_set(program: str, best: str) -> None:
     """AMX is emulated, so that it says the same on any processor; on one with tiles, other tests run them."""
-    program = build("linear_layers", *SANITIZERS, "-DEFFEXPORT_EMULATED_AMX", "-Wno-psabi")
+    program = build(program, *SANITIZERS, "-DEFFEXPORT_EMULATED_AMX", "-Wno-psabi")
     subprocess.run([program, best], env=os.environ | POISONED, check=True)
 
 
