@@ -1,13 +1,10 @@
-"""The activations of operators that are linear layers: names, and the nodes of function bodies. Loads no framework."""
+"""What follows the products of operators that are linear layers: names of activations, and the nodes of function
+bodies. Loads no framework."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import onnx
+from collections.abc import Set
 
 # By the value of the attribute; GELU by the distribution function, and by tanh.
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
@@ -42,15 +39,12 @@ CONSTANTS = """
         slope = 1.5957691"""
 
 
-def activation_nodes(nodes: Sequence[onnx.NodeProto]) -> str:
+def activation_nodes(activations: Set[int]) -> str:
     """Nodes of a function body that make z of z0, and their constants.
 
-    nodes: the operator's nodes in a model. They may differ in their activations: of those that occur, the body computes
-    a node's own.
+    activations: those of the operator's nodes in a model, of which the body computes a node's own.
     """
-    import onnx
-
-    wanted = sorted({onnx.helper.get_node_attr_value(node, "activation") if node.attribute else 0 for node in nodes})
+    wanted = sorted(activations)
     if len(wanted) == 1:
         return f"{CONSTANTS}\n{NODES[wanted[0]]}"
     choices = [chosen_if(number, other) for other, number in itertools.pairwise(wanted)]
@@ -73,4 +67,24 @@ def chosen_if(number: int, other: int) -> str:
             then_branch = then{number} () => (z{number}) {{{nodes}
             }},
             else_branch = else{number} () => (other{number}) {{ other{number} = Identity (until{other}) }}
+        >"""
+
+
+def rounding_nodes(roundings: Set[int]) -> str:
+    """Nodes of the body that make the result of the sum: rounded to bfloat16, as it is, or as a node's own attribute
+    says."""
+    if roundings == {0}:
+        return "result = Identity (sum)"
+    if roundings == {1}:
+        return "result = Cast <to = 16> (sum)"
+    return """
+        rounds = Constant <value_int: int = @round_output> ()
+        rounded_number = 1
+        is_rounded = Equal (rounds, rounded_number)
+        result = If (is_rounded) <
+            then_branch = rounded () => (coarse_float) {
+                coarse = Cast <to = 16> (sum)
+                coarse_float = Cast <to = 1> (coarse)
+            },
+            else_branch = unrounded () => (same) { same = Identity (sum) }
         >"""

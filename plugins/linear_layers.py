@@ -13,8 +13,16 @@ from effexport.plugins.contract import Case
 ACTIVATED = (lambda z: z, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.relu, F.silu)
 
 
-def check_tail(op: str, x: Tensor, weight: Tensor, residual: Tensor, activation: int) -> None:
-    """Raise ValueError for an activation or a residual that a signature allows and the operator does not."""
+def finished(z: Tensor, residual: Tensor, activation: int, round_output: int) -> Tensor:
+    """What follows a product and its bias, in the type of z."""
+    y = ACTIVATED[activation](z) + residual
+    return y.bfloat16().to(y.dtype) if round_output else y
+
+
+def check_tail(op: str, x: Tensor, weight: Tensor, residual: Tensor, activation: int, round_output: int) -> None:
+    """Raise ValueError for attributes or a residual that a signature allows and the operator does not."""
+    if round_output not in (0, 1):
+        raise ValueError(f"{op}: round_output is {round_output}; expected 0 or 1")
     if not 0 <= activation < len(ACTIVATIONS):
         raise ValueError(f"{op}: activation is {activation}; expected at least 0 and at most {len(ACTIVATIONS) - 1}")
     if residual.shape[:2] not in (x.shape[:2], (1, 1)):

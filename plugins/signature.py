@@ -230,24 +230,29 @@ class Signature:
         {self.onnx_name} {attributes} ({inputs}) => ({outputs}) {{{with_constants(nodes)}}}
         """)
 
+    def values(self, nodes: Sequence[onnx.NodeProto], name: str) -> set[Any]:
+        """All values that nodes have of an attribute. One that a node does not carry has its default."""
+        import onnx
+
+        (attribute,) = (one for one in self.attributes if one.name == name)
+        return {
+            attribute.type(onnx.helper.get_node_attr_value(node, name))
+            if any(given.name == name for given in node.attribute)
+            else attribute.default
+            for node in nodes
+        }
+
     def common_attributes(self, nodes: Sequence[onnx.NodeProto], *names: str) -> dict[str, Any]:
         """The values of the named attributes, by default of all, which the nodes have in common.
 
         A function body is found by the name of its operator alone, so all nodes of a model share one body. Raises
-        ValueError when they differ. An attribute that a node does not carry has its default.
+        ValueError when they differ.
         """
-        import onnx
-
         common = {}
         for attribute in self.attributes:
             if names and attribute.name not in names:
                 continue
-            values: set[Any] = {
-                attribute.type(onnx.helper.get_node_attr_value(node, attribute.name))
-                if any(given.name == attribute.name for given in node.attribute)
-                else attribute.default
-                for node in nodes
-            }
+            values = self.values(nodes, attribute.name)
             if len(values) != 1:
                 raise ValueError(
                     f"{self.onnx_name} nodes with different {attribute.name} {sorted(values)} cannot share one body"

@@ -15,8 +15,8 @@ enum class Activation : std::int64_t { kNone, kGelu, kGeluTanh, kRelu, kSilu };
 constexpr std::int64_t kActivations = 5;
 
 // x [rows, inputs]; weight [inputs, outputs], as it is and, where `packed_bytes` of the operator is not 0, as its
-// `pack_cpu` has written it; bias [outputs]; residual [rows, outputs], or [outputs] for all rows; y [rows, outputs]; scale
-// [outputs], of an int8 weight.
+// `pack_cpu` has written it; bias [outputs]; residual [rows, outputs], or [outputs] for all rows; y [rows, outputs],
+// rounded to bfloat16 with `round_output`; scale [outputs], of an int8 weight.
 template <class T, class WeightType>
 struct Call {
   using Element = T;
@@ -34,6 +34,7 @@ struct Call {
   bool residual_of_rows;
   Activation activation;
   const float* scale = nullptr;
+  bool round_output = false;
 };
 
 // Of a tile, in any instruction set.

@@ -30,7 +30,8 @@ class Kernel {
   static constexpr auto& kOutputs = Layer::kOutputs;
 
   explicit Kernel(Ort::ConstKernelInfo info)
-      : activation_(integer_attribute(info, "activation", {0, kActivations - 1}, &kNone)) {
+      : activation_(integer_attribute(info, "activation", {0, kActivations - 1}, &kNone)),
+        round_output_(integer_attribute(info, "round_output", {0, 1}, &kNone) != 0) {
     int is_constant = 0;
     const OrtValue* weight = nullptr;
     Ort::ThrowOnError(Ort::GetApi().KernelInfoGetConstantInput_tensor(info, 1, &is_constant, &weight));
@@ -64,7 +65,8 @@ class Kernel {
                          outputs,
                          of_rows,
                          static_cast<Activation>(activation_),
-                         kBias == 3 ? input<float>(context, 2) : nullptr};
+                         kBias == 3 ? input<float>(context, 2) : nullptr,
+                         round_output_};
     if (call.rows == 0 || outputs == 0) return;
     AlignedBlock once;
     if (call.packed == nullptr) call.packed = (once = packed(call.weight, inputs, outputs)).get();
@@ -86,6 +88,7 @@ class Kernel {
 
   static constexpr std::int64_t kNone = 0;  // the schema's default
   std::int64_t activation_;
+  bool round_output_;
   AlignedBlock packed_;
 };
 

@@ -166,7 +166,8 @@ inline void finish_tile(const Call& call, const Sum* sums, int rows, const linea
     for (std::int64_t c = 0; c < width; c += kLanes) {
       const Floats product = numbers_of(call, load(sums + c), known[i], column + c);
       const Floats z = activated(product + read(bias, c, width), activation);
-      write(z + read(residual, c, width), y, c, width);
+      const Floats result = z + read(residual, c, width);
+      write(call.round_output ? floats_of_bits(bfloat16_bits(result) << 16) : result, y, c, width);
     }
   }
 }

@@ -16,7 +16,7 @@ OP = Op(
 )
 SIGNATURE = Signature(
     "PackedLinear",
-    "x in bfloat16 times a weight in bfloat16, summed in float32, with bias, activation and a residual.",
+    "x in bfloat16 times a weight in bfloat16, summed in float32, with bias, activation, a residual and a rounding.",
     inputs=(
         Parameter("x", "batch seq inputs"),
         Parameter("weight", "inputs outputs", "bfloat16"),
@@ -24,5 +24,5 @@ SIGNATURE = Signature(
         Parameter("residual", "samples tokens outputs", note=", of the shape of y, or [1, 1, outputs]"),
     ),
     outputs=(Parameter("y", "batch seq outputs"),),
-    attributes=(Attribute("activation", int, default=0),),
+    attributes=(Attribute("activation", int, default=0), Attribute("round_output", int, default=0)),
 )

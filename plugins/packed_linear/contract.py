@@ -69,8 +69,9 @@ CONTRACT = Contract(
     larger=cases_of((1, 1, 1024, 1000), (2, 300, 96, 530), (1, 7, 4099, 80)),
     empty=tuple(Case((*sizes, 1, 1, 0)) for sizes in ((0, 5, 8, 4), (2, 0, 8, 4), (2, 5, 0, 4), (2, 5, 8, 0))),
     shared=("weight", "bias"),
-    per_node=("activation",),
+    per_node=("activation", "round_output"),
     wrong_attributes=(
+        ({"round_output": 2}, "round_output is 2"),
         ({"activation": 5}, "activation is 5"),
         ({"activation": -1}, "activation is -1"),
         ({"activation": [3]}, "activation is a list"),

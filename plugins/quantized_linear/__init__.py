@@ -18,7 +18,7 @@ OP = Op(
 MOST_INPUTS = 2**17
 SIGNATURE = Signature(
     "QuantizedLinear",
-    "x in int8 with a scale for each row, times a weight in int8, with bias, activation and a residual.",
+    "x in int8 with a scale for each row, times a weight in int8, with bias, activation, a residual and a rounding.",
     inputs=(
         Parameter("x", "batch seq inputs"),
         Parameter("weight", "inputs outputs", "int8"),
@@ -27,5 +27,5 @@ SIGNATURE = Signature(
         Parameter("residual", "samples tokens outputs", note=", of the shape of y, or [1, 1, outputs]"),
     ),
     outputs=(Parameter("y", "batch seq outputs"),),
-    attributes=(Attribute("activation", int, default=0),),
+    attributes=(Attribute("activation", int, default=0), Attribute("round_output", int, default=0)),
 )

@@ -78,8 +78,12 @@ CONTRACT = Contract(
     larger=(*linear_cases((1, 1, 1024, 1000), (2, 300, 96, 530)), *linear_cases((1, 7, 4099, 80), kind="extreme")),
     empty=tuple(Case((*sizes, 1, 1, 0)) for sizes in ((0, 5, 8, 4), (2, 0, 8, 4), (2, 5, 0, 4), (2, 5, 8, 0))),
     shared=("weight", "scale", "bias"),
-    per_node=("activation",),
-    wrong_attributes=(({"activation": 5}, "activation is 5"), ({"activation": -1}, "activation is -1")),
+    per_node=("activation", "round_output"),
+    wrong_attributes=(
+        ({"round_output": 2}, "round_output is 2"),
+        ({"activation": 5}, "activation is 5"),
+        ({"activation": -1}, "activation is -1"),
+    ),
     wrong_sizes=(
         {"residual": (2, 1, 20)},
         {"residual": (1, 4, 20)},

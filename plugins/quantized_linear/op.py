@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from effexport.plugins.activations import activation_nodes
-from effexport.plugins.linear_layers import ACTIVATED, check_tail
+from effexport.plugins.activations import activation_nodes, rounding_nodes
+from effexport.plugins.linear_layers import check_tail, finished
 from effexport.plugins.quantized_linear import MOST_INPUTS, SIGNATURE
 
 if TYPE_CHECKING:
@@ -35,41 +35,65 @@ def codes_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scales.where(largest.isfinite(), torch.nan)
 
 
-def reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, activation: int = 0) -> Tensor:
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    activation: int = 0,
+    round_output: int = 0,
+) -> Tensor:
     """Codes and scales of rows are found in float32, and sums of their products in integers; what follows is float32,
     or float64 if x is. Shapes as `quantized_linear`."""
     codes, scales = codes_of_rows(x.float())
     sums = codes.int() @ weight.int()
     z = sums.to(x.dtype) * scale.to(x.dtype) * scales.to(x.dtype) + bias.to(x.dtype)
-    return ACTIVATED[activation](z) + residual
+    return finished(z, residual, activation, round_output)
 
 
 @torch.library.custom_op("effexport::quantized_linear", mutates_args=())
 def quantized_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, activation: int = 0
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    activation: int = 0,
+    round_output: int = 0,
 ) -> Tensor:
     """A linear layer in int8 with a scale for each row of x, and what follows it: act(x · weight + bias) + residual.
 
     x [batch, seq, inputs], float32; the largest number of each row becomes 127, and the others the nearest codes.
     weight [inputs, outputs], int8, of which column i stands for its codes times scale[i]. scale, bias [outputs],
     float32. residual, float32: [batch, seq, outputs], or [1, 1, outputs] for all tokens; −0 for none. activation: an
-    index into ACTIVATIONS. Returns [batch, seq, outputs], float32. It has no gradient; layers never call it, because
-    exports put it in the place of linear layers after they are traced.
+    index into ACTIVATIONS. round_output: 1 to round the result to bfloat16. Returns [batch, seq, outputs], float32. It
+    has no gradient; layers never call it, because exports put it in the place of linear layers after they are traced.
     Raises ValueError for other shapes, dtypes and activations, and for more than MOST_INPUTS inputs.
     """
-    check(x, weight, scale, bias, residual, activation)
-    return reference(x, weight, scale, bias, residual, activation).contiguous()
+    check(x, weight, scale, bias, residual, activation, round_output)
+    return reference(x, weight, scale, bias, residual, activation, round_output).contiguous()
 
 
 @quantized_linear.register_fake
-def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, activation: int = 0) -> Tensor:
-    check(x, weight, scale, bias, residual, activation)
+def _(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    activation: int = 0,
+    round_output: int = 0,
+) -> Tensor:
+    check(x, weight, scale, bias, residual, activation, round_output)
     return x.new_empty((*x.shape[:2], weight.shape[1]))
 
 
-def check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, activation: int) -> None:
-    SIGNATURE.check(x, weight, scale, bias, residual, activation=activation)
-    check_tail("quantized_linear", x, weight, residual, activation)
+def check(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, activation: int, round_output: int
+) -> None:
+    SIGNATURE.check(x, weight, scale, bias, residual, activation=activation, round_output=round_output)
+    check_tail("quantized_linear", x, weight, residual, activation, round_output)
     if x.shape[2] > MOST_INPUTS:
         raise ValueError(
             f"quantized_linear: x has shape {tuple(x.shape)}; expected at most {MOST_INPUTS} numbers in a row"
@@ -77,7 +101,7 @@ def check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, residual: Tens
 
 
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
-    """The operator in standard operators. Nodes may differ in their activations."""
+    """The operator in standard operators. Nodes may differ in their attributes."""
     # from both ends, and codes by a product: absolute values and a division of all numbers take half as long again
     body = f"""
         axis2 = [2]
@@ -98,7 +122,9 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         of_columns = Mul (number, scale)
         product = Mul (of_columns, row_scale)
         z0 = Add (product, bias)
-        {activation_nodes(nodes)}
-        y = Add (z, residual)
+        {activation_nodes(SIGNATURE.values(nodes, "activation"))}
+        sum = Add (z, residual)
+        {rounding_nodes(SIGNATURE.values(nodes, "round_output"))}
+        y = CastLike (result, x)
     """
     return SIGNATURE.function_body(opset, body)

@@ -60,6 +60,24 @@ def test_a_token_does_not_depend_on_how_many_there_are(op: str, rows: int) -> No
 
 @linear
 @pytest.mark.parametrize("how", ["kernel", "body", "torch"])
+def test_results_are_rounded_to_nearest_even_if_asked(op: str, how: str) -> None:
+    import ml_dtypes
+
+    case, feeds = call_of(op, 2, 9, 33, 70)
+    inputs = load_contract(OPS[op]).inputs(case, "cpu").values()
+
+    def result(**attributes: int) -> Any:
+        if how == "torch":
+            return getattr(OPS[op].load(), OPS[op].torch_name)(*inputs, **attributes).numpy()
+        return run_values(session(one_node_model(op, feeds, body=how == "body", **attributes)), feeds)[0]
+
+    whole = result()
+    np.testing.assert_array_equal(result(round_output=1), whole.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert (whole != result(round_output=1)).any()
+
+
+@linear
+@pytest.mark.parametrize("how", ["kernel", "body", "torch"])
 @pytest.mark.parametrize("width", [1, 2, 31, 64])
 def test_what_is_no_number_stays_in_its_token(op: str, how: str, width: int) -> None:
     import torch

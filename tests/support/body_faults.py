@@ -82,11 +82,14 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "PackedLinear, GELU by tanh": ("PackedLinear", {"activation": 2}),
     "PackedLinear, ReLU or GELU": ("PackedLinear", {"activation": 3}),
     "PackedLinear, SiLU": ("PackedLinear", {"activation": 4}),
+    "PackedLinear, rounded": ("PackedLinear", {"activation": 0, "round_output": 1}),
+    "PackedLinear, rounded or not": ("PackedLinear", {"activation": 0, "round_output": 1}),
     "QuantizedLinear": ("QuantizedLinear", {"activation": 0}),
     "QuantizedLinear, GELU or none": ("QuantizedLinear", {"activation": 1}),
     "QuantizedLinear, GELU by tanh": ("QuantizedLinear", {"activation": 2}),
     "QuantizedLinear, ReLU or GELU": ("QuantizedLinear", {"activation": 3}),
     "QuantizedLinear, SiLU": ("QuantizedLinear", {"activation": 4}),
+    "QuantizedLinear, rounded": ("QuantizedLinear", {"activation": 0, "round_output": 1}),
     "SegmentMeans": ("SegmentMeans", {"num_segments": 16}),
     "SequenceConv": ("SequenceConv", {}),
 }
@@ -96,6 +99,7 @@ OTHER_NODES: dict[str, dict[str, Any]] = {
     "BandedAttention, causal bands of several widths": {"left": 4, "right": 7},
     "PackedLinear, GELU or none": {"activation": 0},
     "PackedLinear, ReLU or GELU": {"activation": 1},
+    "PackedLinear, rounded or not": {"activation": 0, "round_output": 0},
     "QuantizedLinear, GELU or none": {"activation": 0},
     "QuantizedLinear, ReLU or GELU": {"activation": 1},
 }
@@ -344,7 +348,10 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         r"Linear, ReLU or GELU \| .*(Constant (half|full|root)|Div scaled1|Erf erf1|Add share1|Mul (half1|until1)): ",
         "in the branch of the other node's activation",
     ),
-    (r"Linear, .*Equal is\d: another operator", "the other node's number would be in the wrong branch, not its own"),
+    (
+        r"Linear, .*Equal is(\d|_rounded): another operator",
+        "the other node's number would be in the wrong branch, not its own",
+    ),
     (r"QuantizedL.* Constant largest_code: another constant, negative", "codes and scales change their signs"),
     (r"QuantizedL.* Constant zero_code: another constant, minus 1", "codes reach from −127, which is 0 then"),
 )
