@@ -1,5 +1,5 @@
-"""What follows the products of operators that are linear layers: names of activations, and the nodes of function
-bodies. Loads no framework."""
+"""Activations and roundings of operators that are linear layers: names, and the nodes of function bodies. Loads no
+framework."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ACTIVATED = (lambda z: z, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.rel
 
 
 def finished(z: Tensor, residual: Tensor, activation: int, round_output: int) -> Tensor:
-    """What follows a product and its bias, in the type of z."""
+    """The activation, the residual and the rounding after a product and its bias, in the type of z."""
     y = ACTIVATED[activation](z) + residual
     return y.bfloat16().to(y.dtype) if round_output else y
 

@@ -22,7 +22,7 @@ from effexport.plugins.building.library import known_ops
 from effexport.plugins.ops import DOMAIN, MODULE_KEY, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 from effexport.plugins.packed_linear import OP as PACKED_LINEAR
 from effexport.plugins.quantized_linear import OP as QUANTIZED_LINEAR
-from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, unrounded_name
+from effexport.quantize.record import PRODUCTS, FloatProduct, Quantization, rounded_name, unrounded_name
 from effexport.quantize.rounding import LARGEST_CODE, codes_of
 
 STAGE = "quantization"
@@ -43,8 +43,9 @@ def quantize_graph(model: ir.Model, record: Quantization, paths: Mapping[ir.Node
             if constant_of(node.inputs[1]) is None:
                 continue
             name = unrounded_name(path, calls[path])
+            result = rounded_name(path, calls[path]) if layer.rounds_output else ""
             calls[path] += 1
-            rewrite.product(node, name, layer.input_scale)
+            rewrite.product(node, name, layer.input_scale, result)
         elif node.op_type == "Gather" and path in tables and constant_of(node.inputs[0]) is not None:
             rewrite.table(node)
             calls[path] += 1
@@ -85,8 +86,8 @@ class QuantizedRewrite:
         self._before: ir.Node | None = None
         self._metadata: dict[str, str] = {}
 
-    def product(self, node: ir.Node, name: str, scale: float | None) -> None:
-        """Replace one MatMul or Gemm. name: of its input before it is rounded."""
+    def product(self, node: ir.Node, name: str, scale: float | None, result: str) -> None:
+        """Replace one MatMul or Gemm. name: of its input before it is rounded. result: of its rounded result, or ""."""
         self._before, self._metadata = node, dict(node.metadata_props)
         weight, x = constant_of(node.inputs[1]), node.inputs[0]
         assert weight is not None
@@ -97,7 +98,7 @@ class QuantizedRewrite:
         own = node.inputs[1].name  # type: ignore[union-attr]
         dims = node.outputs[0].shape
         if scale is None:
-            self.operator_product(node, x, weight, f"{own}", name, bias)
+            self.operator_product(node, x, weight, f"{own}", name, bias, result)
             return
         product = self.static_product(x, weight, f"{own}", name, scale, dims)
         if bias is not None:
@@ -112,13 +113,13 @@ class QuantizedRewrite:
         return weight.T if options.get("transB", 0) else weight
 
     def operator_product(
-        self, node: ir.Node, x: ir.Value, weight: Array, own: str, name: str, bias: ir.Value | None
+        self, node: ir.Node, x: ir.Value, weight: Array, own: str, name: str, bias: ir.Value | None, result: str
     ) -> None:
         """Replace a product, and what follows it as far as the operator computes that, by one PackedLinear or
         QuantizedLinear."""
         if bias is not None and not is_vector(bias, weight.shape[1]):
             bias = self.vector(bias, weight.shape[1])
-        tail = Tail(node, bias, weight.shape[1])
+        tail = Tail(node, bias, weight.shape[1], ends_at_bias=bool(result))
         self._before = tail.last
         if (x, None) not in self._inputs:
             self._before = node  # another layer that reads it may come before the end of this one's tail
@@ -134,11 +135,15 @@ class QuantizedRewrite:
             tail.residual or self.constant(f"effexport.no_residual.{len(nothing)}", nothing[None, None]),
         ]
         whole = dims if dims is not None and len(dims) == 3 else None
-        options = {"activation": tail.activation, PLUGIN_NAMESPACE: DOMAIN}
+        # each attribute, also 0: a shared body reads it of each node
+        options = {"activation": tail.activation, "round_output": int(bool(result)), PLUGIN_NAMESPACE: DOMAIN}
         product = self.add(op.onnx_name, inputs, whole, attributes=options, domain=DOMAIN)
         product.producer().name = node.name  # type: ignore[union-attr]
         self.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
-        self.replace_all([node, *tail.nodes], self.from_tokens(product, given, dims, weight.shape[1]))
+        product = self.from_tokens(product, given, dims, weight.shape[1])
+        if result:  # what replaces a node gets its name
+            product = self.add("Identity", [self.named(product, result)], dims)
+        self.replace_all([node, *tail.nodes], product)
 
     def vector(self, bias: ir.Value, width: int) -> ir.Value:
         """The bias of a Gemm with one number for each column. Raises StageError for one that has other axes, too."""
@@ -283,10 +288,10 @@ class Tail:
     """The nodes after a product that the operators compute as well: bias, activation and residual, in this order.
 
     nodes: those after the product, in order. last: the last of them, or the product. bias, residual: None without them.
-    activation: an index into ACTIVATIONS.
+    activation: an index into ACTIVATIONS. ends_at_bias: the rest is left to the graph.
     """
 
-    def __init__(self, product: ir.Node, bias: ir.Value | None, width: int) -> None:
+    def __init__(self, product: ir.Node, bias: ir.Value | None, width: int, ends_at_bias: bool = False) -> None:
         self.bias, self.residual, self.activation = bias, None, 0
         self.nodes: list[ir.Node] = []
         self.last = product
@@ -294,6 +299,8 @@ class Tail:
         if bias is None and added is not None and is_vector(other := self.other_input(added), width):
             self.bias = other
             self.take(added)
+        if ends_at_bias:
+            return
         self.take_activation()
         added, made = self.only_reader("Add"), self.last.outputs[0]
         if added is None or made.shape is None or len(made.shape) != 3:

@@ -32,8 +32,8 @@ from effexport.proof.module_runs import (
     with_rounded_weights,
 )
 from effexport.proof.tolerances import foreign_limit, free_limit, rms_change, rounding_flip_limit, with_exact_answers
-from effexport.quantize.record import PRODUCTS, Quantization
-from effexport.quantize.rounding import codes_of, precision_of, rounded_rows, steps_apart
+from effexport.quantize.record import PRODUCTS, RESULT, Quantization
+from effexport.quantize.rounding import codes_of, numbers_of, precision_of, rounded_rows, steps_apart
 
 if TYPE_CHECKING:
     import onnx
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 STAGE = "quantization"
 # What the roundings of all cases in a golden file may take. Beyond it, larger cases are compared by their free run.
-LARGEST_ROUNDINGS_BYTES = 16 * 2**20
+LARGEST_ROUNDINGS_BYTES = 20 * 2**20
 # Draws of the noise: of a short case, one may flip nothing.
 NOISE_DRAWS = 2
 
@@ -103,7 +103,9 @@ def quantized_case(
     for name in record.unrounded:
         layer = record.layer(name.rpartition(".")[0])
         assert layer is not None
-        if layer.input_scale is None and record.precision == "int8":
+        if name.endswith(RESULT):
+            codes[name], scales[name] = codes_of(numbers[name], "bf16", 1.0), np.array(1, dtype=np.float32)
+        elif layer.input_scale is None and record.precision == "int8":
             codes[name], scales[name] = rounded_rows(numbers[name])
         else:
             scales[name] = np.array(layer.input_scale or 1, dtype=np.float32)
@@ -166,18 +168,23 @@ def check_quantized(
 
 def check_roundings(case: Case, own: Mapping[str, Array]) -> Check:
     """Compare the model's own roundings, each after the roundings of the reference before it."""
+    metric = "rounded numbers that differ"
+
+    def failed(detail: str) -> Check:
+        return Check(Kind.ROUNDING_AGREEMENT, case.label, metric, "failed", detail=detail)
+
     flips, numbers, furthest, places = 0, 0, 0, []
     for name, codes in case.codes.items():
         if own[name].shape != codes.shape:
-            detail = f"{name} is {list(own[name].shape)}; expected {list(codes.shape)}"
-            return Check(Kind.ROUNDING_AGREEMENT, case.label, "rounded numbers that differ", "failed", detail=detail)
+            return failed(f"{name} is {list(own[name].shape)}; expected {list(codes.shape)}")
         if not np.isfinite(own[name]).all():
-            detail = f"{name} contains NaN or infinity"
-            return Check(Kind.ROUNDING_AGREEMENT, case.label, "rounded numbers that differ", "failed", detail=detail)
+            return failed(f"{name} contains NaN or infinity")
         precision, scale = precision_of(codes), case.scales[name]
         # a static scale is one number, which a file holds as [1]; that of each token has the axes of its numbers
         dynamic = scale.ndim > 1
         ours = rounded_rows(own[name])[0] if dynamic else codes_of(own[name], precision, scale)
+        if name.endswith(RESULT) and not np.array_equal(numbers_of(ours, precision, scale), own[name]):
+            return failed(f"{name} holds numbers that are not rounded")
         steps = steps_apart(ours, codes, precision)
         flips += (different := int(np.count_nonzero(steps)))
         numbers += codes.size
@@ -186,7 +193,7 @@ def check_roundings(case: Case, own: Mapping[str, Array]) -> Check:
             places.append((different, f"{name}: {different} of {codes.size}"))
     detail = "; ".join(text for _, text in sorted(places, reverse=True)[:LISTED])
     limit = rounding_flip_limit(numbers)
-    check = judged(Kind.ROUNDING_AGREEMENT, case.label, "rounded numbers that differ", flips, limit, detail)
+    check = judged(Kind.ROUNDING_AGREEMENT, case.label, metric, flips, limit, detail)
     if furthest > 1:
         return replace(check, status="failed", detail=f"a number is {furthest} steps away; {detail}")
     return check

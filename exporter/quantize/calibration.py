@@ -17,8 +17,13 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from effexport.base.errors import StageError
+from effexport.models.adapters.torch_layers import attention_calls_as_operators
+from effexport.models.layers import fused_operators
+from effexport.models.user.modes import Observer
+from effexport.plugins.masked_attention.op import masked_attention
 from effexport.quantize.modules import (
     FP8_LARGEST,
     INT8_LARGEST,
@@ -92,8 +97,13 @@ def prepared(
             f"the input of {silent[0]} is 0 in all samples, so that it has no scale; give samples of what the model "
             f"will read, or leave the layer float with --keep-float {silent[0]}",
         )
+    multiplied = multiplied_results(module, chosen, spec, lambda: run(module, samples[0]))
     layers = tuple(
-        QuantizedLayer(layer=path, input_scale=scale_of(largest[path], by_code) if static else None)
+        QuantizedLayer(
+            layer=path,
+            input_scale=scale_of(largest[path], by_code) if static else None,
+            rounds_output=path in multiplied,
+        )
         for path in chosen
         if path in called
     )
@@ -144,6 +154,46 @@ def largest_inputs(
                 largest[path] = max(largest[path], top)
         tables |= dict.fromkeys(name.rpartition(".")[0] for name in indices)
     return largest, ran, list(tables)
+
+
+def multiplied_results(
+    module: nn.Module, chosen: Sequence[str], spec: BuildSpec, run: Callable[[], object]
+) -> set[str]:
+    """The linear layers whose results are the queries, keys and values of MaskedAttention, as they are.
+
+    It multiplies numbers of bfloat16 faster, and as exactly. So where operators of ours stand for linear layers, these
+    results are rounded, too.
+    """
+    if spec.precision == "fp8" or spec.scales == "static" or not spec.fused:
+        return set()
+    results: dict[int, tuple[StorageWeakRef, str]] = {}  # by the place of the numbers, which views of them have, too
+    found: set[str] = set()
+
+    def wrote(path: str) -> Callable[..., None]:
+        def hook(child: nn.Module, inputs: Any, result: Tensor) -> None:
+            storage = result.untyped_storage()
+            results[storage.data_ptr()] = StorageWeakRef(storage), path
+
+        return hook
+
+    class Attention(Observer):
+        def see(self, func: Any, arguments: tuple[Any, ...]) -> None:
+            if func is not masked_attention._opoverload:
+                return
+            known = [results.get(x.untyped_storage().data_ptr()) for x in arguments[:3]]
+            makers = [None if one is None or one[0].expired() else one[1] for one in known]
+            if makers[0] is not None and makers[1] is not None:
+                found.update(maker for maker in makers if maker is not None)
+
+    with ExitStack() as stack:
+        for path in chosen:
+            stack.callback(module.get_submodule(path).register_forward_hook(wrote(path)).remove)
+        stack.enter_context(fused_operators(module, True))
+        if spec.model.is_traced_as_found:
+            stack.enter_context(attention_calls_as_operators())
+        stack.enter_context(Attention())
+        run()
+    return found
 
 
 class Trial:

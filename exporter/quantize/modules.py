@@ -14,6 +14,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,14 @@ from torch import Tensor, nn
 from effexport.models.encoder.module import FeedForward
 from effexport.models.validation import did_you_mean, require
 from effexport.plugins.quantized_linear import MOST_INPUTS
-from effexport.quantize.record import FloatProduct, Quantization, QuantizedLayer, Smoothing, unrounded_name
+from effexport.quantize.record import (
+    FloatProduct,
+    Quantization,
+    QuantizedLayer,
+    Smoothing,
+    rounded_name,
+    unrounded_name,
+)
 
 # Below this, the sums are too short for what scales cost; NVIDIA's ModelOpt draws the same line.
 SMALLEST_WIDTH = 16
@@ -162,10 +170,13 @@ class RoundedLinear(nn.Linear):
 
     input_scale: of all inputs; None gives each row of the last axis in int8 one of its own, so that a token's result
     depends neither on the rest of its batch nor on padding.
+    rounds_output: the result is rounded to bfloat16.
     active: otherwise it computes what the float layer does.
     """
 
-    def __init__(self, linear: nn.Linear, input_scale: float | None, precision: str) -> None:
+    def __init__(
+        self, linear: nn.Linear, input_scale: float | None, precision: str, rounds_output: bool = False
+    ) -> None:
         # on meta, where PyTorch draws no weights to begin with
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         weight = linear.weight.detach()
@@ -173,6 +184,7 @@ class RoundedLinear(nn.Linear):
         self.bias = linear.bias
         self.original = (linear,)  # in a tuple, so that it is no submodule
         self.precision = precision
+        self.rounds_output = rounds_output
         self.active = True
         self.input_scale = None if input_scale is None else torch.tensor(input_scale)
 
@@ -189,7 +201,8 @@ class RoundedLinear(nn.Linear):
         if not self.active:
             result: Tensor = self.original[0](input)
             return result
-        return F.linear(self.rounded(input), self.weight, self.bias)
+        result = F.linear(self.rounded(input), self.weight, self.bias)
+        return rounded(result, None, "bf16") if self.rounds_output else result
 
 
 def with_rounded_table(embedding: nn.Embedding) -> None:
@@ -217,7 +230,7 @@ def quantized_module(module: nn.Module, record: Quantization) -> nn.Module:
 def rounded_layer(module: nn.Module, place: QuantizedLayer, precision: str) -> RoundedLinear:
     linear = module.get_submodule(place.layer)
     assert isinstance(linear, nn.Linear)
-    return RoundedLinear(linear, place.input_scale, precision)
+    return RoundedLinear(linear, place.input_scale, precision, place.rounds_output)
 
 
 def replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -230,7 +243,8 @@ def replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> Non
 
 @contextmanager
 def recorded_inputs(module: nn.Module, kind: type[nn.Module] = RoundedLinear) -> Iterator[dict[str, Tensor]]:
-    """The inputs of every layer of a kind during the block, under the names that they have in the graph."""
+    """The inputs of every layer of a kind during the block, and the results that it rounds, under the names that they
+    have in the graph."""
     found: dict[str, Tensor] = {}
     calls: Counter[str] = Counter()
     handles = []
@@ -241,7 +255,12 @@ def recorded_inputs(module: nn.Module, kind: type[nn.Module] = RoundedLinear) ->
                 found[unrounded_name(path, calls[path])] = first_argument(args, named)
                 calls[path] += 1
 
+            def record_result(child: nn.Module, args: Any, result: Tensor, path: str = path) -> None:
+                found[rounded_name(path, calls[path] - 1)] = result
+
             handles.append(child.register_forward_pre_hook(record, with_kwargs=True))
+            if isinstance(child, RoundedLinear) and child.rounds_output:
+                handles.append(child.register_forward_hook(record_result))
     try:
         yield found
     finally:

@@ -10,6 +10,8 @@ from effexport.base.dtypes import Scales
 
 # The name of a value before it is rounded: the path of the layer that reads it, and this.
 UNROUNDED = "unrounded"
+# The end of the name of a value that is the rounded result of a layer.
+RESULT = "_result"
 # Operators of a graph whose products are quantised, or declared to stay float.
 PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
 
@@ -19,11 +21,13 @@ class QuantizedLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     input_scale: of a linear layer with static scales; None where each token gets a scale as the model runs, and for an
     embedding, which has no product.
+    rounds_output: the results of a linear layer are rounded to bfloat16: attention multiplies them as they are.
     loss: RMS change of the model's output if nothing but this layer is quantised; None where it was not measured.
     """
 
     layer: str
     input_scale: float | None = None
+    rounds_output: bool = False
     loss: float | None = None
 
 
@@ -89,7 +93,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     embeddings: tables that are, by path.
     products: every product that stays float, and why.
     custom_ops: the number of nodes in model.onnx of each operator of ours that stands for linear layers.
-    unrounded: graph values that are rounded before a product, in the order of the graph.
+    unrounded: graph values that are rounded before a product, or were rounded after one, in the order of the graph.
     smooth: α of SmoothQuant, None without it.
     smoothing: what it changed.
     max_loss: the limit that was asked for.
@@ -138,7 +142,12 @@ def unrounded_name(path: str, call: int) -> str:
     return f"{path}.{UNROUNDED}" if call == 0 else f"{path}.{UNROUNDED}_{call}"
 
 
+def rounded_name(path: str, call: int) -> str:
+    """The graph value that is the rounded result of a layer. call: 0 for the first time that it runs."""
+    return f"{unrounded_name(path, call)}{RESULT}"
+
+
 def is_unrounded(value: str) -> bool:
-    """True for a graph value that is rounded before a product."""
+    """True for a graph value that the model rounds."""
     last = value.rpartition(".")[2]
     return last == UNROUNDED or last.startswith(f"{UNROUNDED}_")

@@ -77,6 +77,14 @@ def other_tail(artifact: Artifact, edit: str) -> onnx.ModelProto:
     return model
 
 
+def result_not_rounded(artifact: Artifact) -> onnx.ModelProto:
+    """A layer whose results should be rounded leaves them."""
+    model = onnx.load(str(artifact.model_path))
+    rounding = next(a for node in model.graph.node for a in node.attribute if a.name == "round_output" and a.i)
+    rounding.i = 0
+    return model
+
+
 def zero_point_lost(artifact: Artifact) -> onnx.ModelProto:
     """The products do not subtract the code of zero."""
     model = onnx.load(str(artifact.model_path))
@@ -126,6 +134,8 @@ def faults(artifact: Artifact, folder: Path) -> Iterator[tuple[str, onnx.ModelPr
     if record.scales != "static":
         for edit in ("activation", "bias", "residual"):
             yield f"other {edit}", other_tail(artifact, edit)
+    if any(layer.rounds_output for layer in record.layers):
+        yield "result not rounded", result_not_rounded(artifact)
     if spec.precision == "bf16":
         yield "weight cut off", changed(artifact, truncated)
         yield "layer left out", exported(artifact, without_layer, folder)

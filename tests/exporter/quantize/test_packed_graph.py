@@ -1,4 +1,4 @@
-"""Nodes after a linear layer that PackedLinear takes over from the graph, and those that it leaves."""
+"""Nodes after a linear layer that PackedLinear takes over from the graph, those that it leaves, and rounded results."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import effexport
 from effexport.options import BuildOptions
 from effexport.pipeline.request import BuildRequest
 from effexport.plugins.activations import ACTIVATIONS
+from effexport.proof.check import Kind
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -89,6 +90,41 @@ def test_a_bias_may_be_broadcast(shape: tuple[int, ...], precision: str, tmp_pat
     module.a.bias = nn.Parameter(torch.randn(shape))
     result = effexport.export(module.eval(), torch.randn(4, 32), tmp_path / "built", precision=precision)
     assert result.report.verdict == "passed"
+
+
+class Attends(nn.Module):  # type: ignore[name-defined, misc]
+    """Attention over projections, of which the query's is changed in some way."""
+
+    def __init__(self, change: Callable[[Any], Any], causal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.change, self.causal = change, causal
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (part(x).unflatten(-1, (2, 16)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        return F.scaled_dot_product_attention(self.change(q), k, v, is_causal=self.causal).transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "causal", "rounded"),
+    [(lambda q: q, False, 3), slow((lambda q: 2 * q, False, 0)), slow((lambda q: q, True, 0))],
+    ids=["as it is", "scaled", "causal"],
+)
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_results_that_attention_multiplies_are_rounded(
+    change: Callable[[Any], Any], causal: bool, rounded: int, precision: str, tmp_path: Path
+) -> None:
+    module = Attends(change, causal).eval()
+    result = effexport.export(module, torch.randn(2, 5, 32), tmp_path / "built", precision=precision)
+    record = result.artifact.manifest.quantization
+    nodes = onnx.load(str(result.artifact.model_path)).graph.node
+    found = [a.i for node in nodes for a in node.attribute if a.name == "round_output"]
+    assert record is not None
+    assert (sum(found), sum(layer.rounds_output for layer in record.layers)) == (rounded, rounded)
+    assert set(record.unrounded) <= {name for node in nodes for name in node.output}
+    outcomes = {check.status for check in result.report.checks if check.kind == Kind.GIVEN_ROUNDINGS}
+    assert outcomes == {"passed"}
 
 
 def test_a_layer_is_only_too_wide_for_int8() -> None:

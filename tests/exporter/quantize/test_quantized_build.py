@@ -115,7 +115,7 @@ def test_a_decoder_is_quantised_too(scheme: str) -> None:
     ("name", "scheme"),
     [
         *(("lsh", "dynamic"), ("linear", "bf16"), ("softmax", "static"), ("aft-simple", "fp8")),
-        *(soak(("linear", "dynamic")), soak(("lsh", "bf16"))),
+        *(slow(("softmax", "bf16")), slow(("softmax", "dynamic")), soak(("linear", "dynamic")), soak(("lsh", "bf16"))),
     ],
 )
 def test_every_planted_fault_is_caught(name: str, scheme: str, tmp_path: Path) -> None:
