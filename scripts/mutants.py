@@ -476,8 +476,8 @@ MUTANTS = (
     *mutants_of("native/simd.h", ("exponential(a < 0.0f ? a : -a)", "exponential(-a)")),
     *mutants_of(
         "native/linear_vectors.h",
-        # a share of negative numbers, the residual and the scale of another row, and steps of one row
-        ("z < 0.0f ? beyond : 1.0f - beyond", "1.0f - beyond"),
+        # a share beyond its end, the residual and the scale of another row, and steps of one row
+        ("z > end ? end : z", "z"),
         ("call.residual_of_rows ? row * outputs : 0", "call.residual_of_rows ? 0 : 0"),
         ("workspace.known + i, row, column", "workspace.known, row, column"),
         ("? weight + (i + part) * outputs + first :", "? weight + i * outputs + first :"),

@@ -87,10 +87,12 @@ inline std::size_t cpu_workspace_bytes(std::int64_t rows, std::int64_t inputs) {
   return Workspace(rows, inputs, nullptr).bytes;
 }
 
-// Φ(−z) e^(z²/2) is the polynomial with these coefficients in t = 1 / (1 + p z), times t, within 3e-8 of it for z from
-// 0 to 13.5; fitted to it with least squares of the relative error, weighted until its peaks were equal.
-constexpr float kShareSlope = 0.35f;
-constexpr float kShare[] = {-0.0291262791f, 0.143874198f, -0.255508512f, 0.158933625f, -0.0229399912f,
-                            0.105434082f,   0.11985217f,  0.13985911f,   0.139621571f};
+// (Φ(z) − 1/2) / z is the quotient of the polynomials with these coefficients in z², the highest power first. z times it
+// is right within 1e-8 for |z| up to kShareEnd, beyond which Φ is as near to 0 or 1; fitted with least squares, weighted
+// until the peaks of the error were equal.
+constexpr float kShareEnd = 5.6f;
+constexpr float kShareOver[] = {2.21451759e-08f, 6.35652225e-06f, 1.73851399e-04f,
+                                4.70726367e-03f, 3.43761891e-02f, 3.98942222e-01f};
+constexpr float kShareUnder[] = {1.18020717e-06f, 7.51020552e-05f, 1.91298223e-03f, 2.89401326e-02f, 2.52834041e-01f, 1.0f};
 
 }  // namespace effexport::linear

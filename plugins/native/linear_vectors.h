@@ -62,15 +62,18 @@ inline void pack(const Weight* weight, std::int64_t inputs, std::int64_t outputs
   }
 }
 
-// Φ(z), the share of a normal distribution below z: e^(−z²/2) times a polynomial in 1 / (1 + p |z|), or 1 less that.
+// Φ(z), the share of a normal distribution below z; NaN for NaN.
 inline Floats normal_share(Floats z) {
-  const Floats magnitude = z < 0.0f ? -z : z;
-  const Floats t = 1.0f / (1.0f + linear::kShareSlope * magnitude);
-  Floats p = Floats{} + linear::kShare[0];
-#pragma GCC unroll 16
-  for (std::size_t i = 1; i < std::size(linear::kShare); ++i) p = p * t + linear::kShare[i];
-  const Floats beyond = p * t * exponential(-0.5f * z * z);
-  return z < 0.0f ? beyond : 1.0f - beyond;
+  const Floats end = Floats{} + linear::kShareEnd;
+  const Floats near = z > end ? end : z;
+  const Floats square = near * near;
+  Floats over = Floats{} + linear::kShareOver[0], under = Floats{} + linear::kShareUnder[0];
+#pragma GCC unroll 8
+  for (std::size_t i = 1; i < std::size(linear::kShareOver); ++i) {
+    over = over * square + linear::kShareOver[i];
+    under = under * square + linear::kShareUnder[i];
+  }
+  return z < -end ? Floats{} : near * (over / under) + 0.5f;
 }
 
 inline Floats activated(Floats z, linear::Activation activation) {
