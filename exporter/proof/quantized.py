@@ -61,10 +61,11 @@ def quantized_answers(answers: Answers, module: nn.Module, spec: BuildSpec, reco
 
     Raises StageError if it does not give the same answer twice.
     """
-    from effexport.quantize.modules import quantized_module, smoothed
+    from effexport.quantize.modules import quantized_module, smoothed, with_linear_layers
 
     runs = RepeatedRuns("PyTorch's quantised model")
-    smooth = smoothed(module, record.smoothing) if record.smoothing else module
+    plain = with_linear_layers(module)
+    smooth = smoothed(plain, record.smoothing) if record.smoothing else plain
     quantized = quantized_module(smooth, record)
     noisy = [quantized_module(with_rounded_weights(smooth, "fp32", draw), record) for draw in range(NOISE_DRAWS)]
     cases = [quantized_case(case, quantized, noisy, spec, record, runs) for case in answers.cases]

@@ -34,7 +34,9 @@ from effexport.quantize.modules import (
     linear_layers,
     quantized_module,
     recorded_inputs,
+    rows_of,
     smoothed,
+    with_linear_layers,
 )
 from effexport.quantize.record import FloatProduct, Loss, Quantization, QuantizedLayer, Samples, Smoothing
 
@@ -66,7 +68,7 @@ def prepared(
     run: Run,
     task_loss: TaskLoss | None = None,
 ) -> tuple[nn.Module, Quantization]:
-    """The float module, with smoothing folded in if that is asked for, and the record of what is quantised in it.
+    """The module of `with_linear_layers`, with smoothing folded in if that is asked for, and what is quantised in it.
 
     samples: inputs, at least one.
     origin: their description in the record.
@@ -74,6 +76,7 @@ def prepared(
     Raises SpecError for a layer in `spec.keep_float` that does not exist, and StageError if nothing can be quantised,
     or nothing within `spec.max_loss`.
     """
+    original, module = module, with_linear_layers(module)
     chosen, floats = layers_to_quantize(module, spec.keep_float, spec.precision)
     record = Quantization(
         precision=spec.precision,  # type: ignore[arg-type]
@@ -82,7 +85,6 @@ def prepared(
         smooth=spec.smooth,
         max_loss=spec.max_loss,
     )
-    original = module
     largest, called, tables = largest_inputs(module, chosen, samples, run)
     if spec.smooth is not None:
         smoothing = smoothing_of(module, chosen, samples, spec.smooth, run)
@@ -301,7 +303,7 @@ def smoothing_of(
     for norm, layers in readers.items():
         if not set(layers) & set(chosen):
             continue
-        weight = torch.stack([linear[path].weight.detach().abs().amax(dim=0) for path in layers]).amax(dim=0)
+        weight = torch.stack([rows_of(linear[path]).abs().amax(dim=0) for path in layers]).amax(dim=0)
         with np.errstate(divide="ignore"):
             exponents = alpha * np.log2(largest[norm]) - (1 - alpha) * np.log2(weight.numpy())
         usable = np.isfinite(exponents)

@@ -37,15 +37,48 @@ SMALLEST_WIDTH = 16
 COMPUTED = "both factors are computed as the model runs, or its weights are not those of an nn.Linear that is called"
 NOT_CALLED = "it is not called: its weights are used otherwise, or not at all"
 ASKED = "asked for with --keep-float"
+CONV1D = ("transformers.pytorch_utils", "Conv1D")
+
+
+class TransposedLinear(nn.Linear):
+    """A linear layer whose weight is [in, out]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight + self.bias
+
+
+def with_linear_layers(module: nn.Module) -> nn.Module:
+    """A copy in which every Conv1D of transformers is a TransposedLinear; the module itself if it has none.
+
+    The weights stay as they are, because other code of the module may read them.
+    """
+    if not conv1d_layers(module):
+        return module
+    result = copy.deepcopy(module)
+    for layer in conv1d_layers(result):
+        layer.in_features, layer.out_features = layer.weight.shape
+        layer.__class__ = TransposedLinear  # which keeps its hooks
+    return result
+
+
+def conv1d_layers(module: nn.Module) -> list[Any]:
+    return [child for child in module.modules() if (type(child).__module__, type(child).__name__) == CONV1D]
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer by path; a subclass only if it computes what nn.Linear computes."""
+    forwards = (nn.Linear.forward, TransposedLinear.forward)
     return {
         path: child
         for path, child in module.named_modules()
-        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward
+        if isinstance(child, nn.Linear) and type(child).forward in forwards
     }
+
+
+def rows_of(layer: nn.Linear) -> Tensor:
+    """A view of the weight of a linear layer, [out, in]."""
+    weight = layer.weight.detach()
+    return weight.T if isinstance(layer, TransposedLinear) else weight
 
 
 def layers_to_quantize(module: nn.Module, keep: Sequence[str], precision: str) -> tuple[list[str], list[FloatProduct]]:
@@ -179,7 +212,7 @@ class RoundedLinear(nn.Linear):
     ) -> None:
         # on meta, where PyTorch draws no weights to begin with
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-        weight = linear.weight.detach()
+        weight = rows_of(linear)
         self.weight = nn.Parameter(rounded(weight, weight_scales(weight, precision), precision))
         self.bias = linear.bias
         self.original = (linear,)  # in a tuple, so that it is no submodule
@@ -287,5 +320,5 @@ def smoothed(module: nn.Module, smoothing: Sequence[Smoothing]) -> nn.Module:
             for path in item.layers:
                 layer = result.get_submodule(path)
                 assert isinstance(layer, nn.Linear)
-                layer.weight.mul_(factors)
+                rows_of(layer).mul_(factors)
     return result

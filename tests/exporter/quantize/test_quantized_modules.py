@@ -165,6 +165,58 @@ def test_a_layer_may_read_no_token_or_others_than_in_the_file(kind: Any, outcome
     assert {check.status for check in report.checks if check.kind == Kind.QUANTIZED_RUN} == {"passed"}
 
 
+@pytest.mark.requires("transformers")
+def test_conv1d_of_transformers_is_a_linear_layer_whose_weights_other_code_may_read(tmp_path: Path) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    class Block(nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.read = Conv1D(96, 32), Conv1D(32, 96), Conv1D(32, 32)
+            nn.init.normal_(self.a.bias)
+
+        def forward(self, x: Any) -> Any:
+            return (x + self.b(nn.functional.gelu(self.a(x)))) @ self.read.weight
+
+    result = built(Block(), tmp_path, precision="int8")
+    assert_roundings_are_compared(result.report)
+    nodes = [node.op_type for node in onnx.load(str(result.artifact.model_path)).graph.node]
+    assert sorted(nodes) == ["Identity", "Identity", "MatMul", "QuantizedLinear", "QuantizedLinear"]
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"},
+        {"precision": "int8", "smooth": 0.5},
+        {"precision": "int8", "quantization": "static"},
+        {"precision": "fp8"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_every_conv1d_of_gpt2_is_quantised(options: Any, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=100, use_cache=False)
+    model = GPT2LMHeadModel(config).eval()
+    data = tmp_path / "samples.npz"
+    np.savez(data, input_ids=np.random.default_rng(0).integers(0, 100, (64, 16)))
+    examples = {"input_ids": torch.randint(0, 100, (2, 16))}
+    result = effexport.export(model, examples, tmp_path / "built", calibration=data, **options)
+
+    assert_roundings_are_compared(result.report)
+    record = result.artifact.manifest.quantization
+    assert record is not None
+    paths = [path for path, child in model.named_modules() if type(child).__name__ == "Conv1D"]
+    assert [layer.layer for layer in record.layers] == paths
+    assert [item.norm.rpartition(".")[2] for item in record.smoothing] == ["ln_1", "ln_2"] * 2 * ("smooth" in options)
+    assert {product.layer.rpartition(".")[2] for product in record.products} == {"lm_head", "attn"}
+
+
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 @pytest.mark.parametrize("module", [OneInputOfTwo, Bounded], ids=lambda kind: str(kind.__name__))
 def test_static_scales_belong_to_an_input_and_a_layer(module: Any, precision: str, tmp_path: Path) -> None:
