@@ -285,11 +285,12 @@ def recorded_inputs(module: nn.Module, kind: type[nn.Module] = RoundedLinear) ->
         if isinstance(child, kind):
 
             def record(child: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], path: str = path) -> None:
-                found[unrounded_name(path, calls[path])] = first_argument(args, named)
+                # a copy, because the module may write into it later
+                found[unrounded_name(path, calls[path])] = first_argument(args, named).clone()
                 calls[path] += 1
 
             def record_result(child: nn.Module, args: Any, result: Tensor, path: str = path) -> None:
-                found[rounded_name(path, calls[path] - 1)] = result
+                found[rounded_name(path, calls[path] - 1)] = result.clone()
 
             handles.append(child.register_forward_pre_hook(record, with_kwargs=True))
             if isinstance(child, RoundedLinear) and child.rounds_output:

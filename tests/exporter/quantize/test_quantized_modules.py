@@ -111,6 +111,17 @@ class Padded(Two):
         return super().forward(x)[:, :n]
 
 
+class InPlace(Two):
+    """Writes into what a layer has read, and into what attention multiplies."""
+
+    def forward(self, x: Any) -> Any:
+        read = 2 * x
+        q = self.a(read).unsqueeze(1)
+        read.add_(1.7)
+        k = self.b(read).unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(q.mul_(0.3), k, k).squeeze(1)
+
+
 class Bounded(Two):
     def forward(self, x: Any) -> Any:
         return self.b(torch.clamp(self.a(nn.functional.relu6(x)), -1, 1))
@@ -127,7 +138,7 @@ def samples(folder: Path, scale: float = 1.0) -> Path:
 
 
 @pytest.mark.parametrize("precision", ["int8", "bf16"])
-@pytest.mark.parametrize("module", [Asked, Named, Shared, OneInputOfTwo], ids=lambda kind: str(kind.__name__))
+@pytest.mark.parametrize("module", [Asked, Named, Shared, OneInputOfTwo, InPlace], ids=lambda kind: str(kind.__name__))
 def test_roundings_are_compared_whatever_the_module_does_with_its_layers(
     module: Any, precision: str, tmp_path: Path
 ) -> None:
