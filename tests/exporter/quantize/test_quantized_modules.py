@@ -138,7 +138,7 @@ def samples(folder: Path, scale: float = 1.0) -> Path:
 
 
 @pytest.mark.parametrize("precision", ["int8", "bf16"])
-@pytest.mark.parametrize("module", [Asked, Named, Shared, OneInputOfTwo, InPlace], ids=lambda kind: str(kind.__name__))
+@pytest.mark.parametrize("module", [InPlace, Asked, Named, Shared, OneInputOfTwo], ids=lambda kind: str(kind.__name__))
 def test_roundings_are_compared_whatever_the_module_does_with_its_layers(
     module: Any, precision: str, tmp_path: Path
 ) -> None:
