@@ -4,11 +4,13 @@ shutdown that loses no request."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
@@ -36,7 +38,7 @@ def create_app(models: ModelRepository) -> Starlette:
     """The application; it closes the models when its lifespan ends."""
     service = Service(models)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await models.close()
@@ -319,8 +321,12 @@ class Server(uvicorn.Server):
         self._watching.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's, which would raise the signal again at the end; but a requested stop is a success."""
-        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        """As uvicorn's, which would raise the signal again at the end; but a requested stop is a success, and a second
+        Ctrl-C ends the process here: Python's own end would abort it, because runs in C++ are in progress."""
+        if self.should_exit and sig == signal.SIGINT:
+            with contextlib.suppress(OSError):  # nobody reads what it says
+                os.write(sys.stderr.fileno(), b"stopped: requests that were running got no answer\n")
+            os._exit(128 + sig)
         self.should_exit = True
 
 
@@ -366,10 +372,10 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> bool:
-    """Serve until SIGTERM or SIGINT. The application's lifespan closes the models.
+def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal, SIGINT, ends the process without waiting for requests.
 
-    Returns False if a second SIGINT has ended it without waiting for requests.
+    The application's lifespan closes the models.
     """
     raise_file_limit()
     config = uvicorn.Config(
@@ -386,6 +392,4 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         # after that, the only clients left are those that do not read their answers
         timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.settings.timeout_s),
     )
-    server = Server(config, app.state.service, on_ready)
-    server.run(sockets=[bound])
-    return not server.force_exit
+    Server(config, app.state.service, on_ready).run(sockets=[bound])
