@@ -165,10 +165,8 @@ class Adviser:
         """The rows of these cases of one model at a shorter length, by runtime."""
         settings, done = self.bench.settings, len(self.bench.rows)
         self.bench.settings = of_probes(settings)
-        try:
-            self.bench.size(self.plan.probes(cases))
-        finally:
-            self.bench.settings = settings
+        self.bench.size(self.plan.probes(cases))
+        self.bench.settings = settings
         # what cannot run says so again at the full length
         self.bench.rows[done:] = [row for row in self.bench.rows[done:] if row.timing is not None]
         return {row.case.runtime: row for row in self.bench.rows[done:]}

@@ -5,6 +5,7 @@ Results are the records behind JSON, CSV and page. Loads no framework.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -111,20 +112,22 @@ def model_from_text(text: str, option: str) -> Model:
 def value_from_text(text: str) -> Any:
     """An integer, a number, true, false, none, or the text itself."""
     for convert in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return convert(text)
-        except ValueError:
-            continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
 def check_names(option: str, given: Collection[str], known: Collection[str]) -> None:
     check_distinct(option, given)
     for name in given:
-        if name not in known:
-            raise UserError(
-                f"unknown name {name!r} in {option}{did_you_mean(name, known)} Expected: {', '.join(known)}"
-            )
+        known_name(option, name, known)
+
+
+def known_name(option: str, name: Any, known: Collection[str]) -> str:
+    """The name. Raises UserError if it is not one of those that are known."""
+    if name not in known:
+        raise UserError(f"{option} has {name!r}{did_you_mean(name, known)} Expected: {', '.join(known)}")
+    return str(name)
 
 
 def check_distinct(option: str, given: Collection[object]) -> None:

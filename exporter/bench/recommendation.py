@@ -188,12 +188,8 @@ def beside(entry: AdviceEntry, best: AdviceEntry) -> str:
 
 def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if the confidence intervals of the losses overlap, or one of them is unknown."""
-    assert one.quality is not None
-    assert other.quality is not None
-    first, second = one.quality.loss, other.quality.loss
-    if first.low is None or first.high is None or second.low is None or second.high is None:
-        return True
-    return first.low <= second.high and second.low <= first.high
+    ends = [entry.quality.loss.interval for entry in (one, other) if entry.quality is not None]
+    return not all(ends) or max(low for low, _ in ends) <= min(high for _, high in ends)
 
 
 # The file for fields that have no option of their own, if the user gave none.
@@ -435,10 +431,8 @@ def frontier_chart(advice: Advice) -> Chart | None:
     for entry in advice.entries:
         if entry.latency_ms is None or entry.quality is None or entry.is_disturbed:
             continue
-        loss = entry.quality.loss
-        interval = () if loss.low is None or loss.high is None else (loss.low, loss.high)
         label = f"{entry.name}: {entry.latency}, {entry.quality.text}"
-        points[entry.name] = Point(entry.latency_ms, loss.value, label, interval)
+        points[entry.name] = Point(entry.latency_ms, entry.lost, label, entry.quality.loss.interval)
     if len(points) < 2:
         return None
     frontier = [points[entry.name] for entry in on_frontier(advice.entries) if entry.name in points]

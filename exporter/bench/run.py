@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,11 +83,11 @@ class Bench:
         try:
             for _, group in itertools.groupby(cases, key=lambda case: case.label):
                 found += self.prepared(list(group))
-            ready = [item for item in found if item.candidate is not None]
-            rotation.calls = [*self.calls(ready)]
-            if ready and self._wait_seconds:
-                self._wait_seconds = wait_until_idle(self.machine, self._wait_seconds, self.pace.say)
-            self.time(rotation, ready)
+            if ready := [item for item in found if item.candidate is not None]:
+                rotation.calls = [*self.calls(ready)]
+                if self._wait_seconds:
+                    self._wait_seconds = wait_until_idle(self.machine, self._wait_seconds, self.pace.say)
+                self.time(rotation, ready)
             for item in ready:
                 item.close()
             self.finish(rotation, found)
@@ -151,13 +151,12 @@ class Bench:
             return None
         name = file_name(case)
         export = candidates.naive_onnx_from_case if runtime.graph == "naive" else candidates.onnx_from_case
-        path = self.made(f"{name}.onnx", lambda path: export(case, path))
-        if runtime.engine:
-            model = path
-            # an engine accepts one size only
-            engine = f"{name}-{case.batch}-{case.seq_len}-{case.runtime}.engine"
-            return self.made(engine, lambda path: candidates.engine_from_case(case, model, path))
-        return path
+        model = self.made(f"{name}.onnx", partial(export, case))
+        if not runtime.engine:
+            return model
+        # an engine accepts one size only
+        engine = f"{name}-{case.batch}-{case.seq_len}-{case.runtime}.engine"
+        return self.made(engine, partial(candidates.engine_from_case, case, model))
 
     def made(self, name: str, make: Callable[[Path], None]) -> Path:
         if name not in self._models:
@@ -185,12 +184,9 @@ class Bench:
             yield TimedCall(f"pass of {label} on {device}", costs.run_pass(costs.traffic_bytes(case), device), "torch")
 
     def time(self, rotation: Rotation, ready: Sequence[PreparedCase]) -> None:
-        if not ready:
-            return
         settings = self.settings
-        labels = {item.row.case.label for item in ready}
-        first = replace(ready[0].row.case, runtime="")
-        title = (first if len(labels) == 1 else replace(first, label="all models")).title
+        label, *others = {item.row.case.label for item in ready}
+        title = replace(ready[0].row.case, runtime="", label="all models" if others else label).title
         cost = sum(costs.timing_cost(item.row.case, settings) for item in ready)
 
         def on_round(number: int) -> None:
@@ -243,7 +239,7 @@ class Bench:
 
 def bench(
     grid: Grid,
-    settings: Settings | None = None,
+    settings: Settings,
     on_step: OnStep = lambda step: None,
     *,
     measure: Callable[[Bench], None] = Bench.run,
@@ -253,7 +249,6 @@ def bench(
 
     measure: what is measured, and in which order, if not the whole grid. seconds: roughly how long that takes.
     """
-    settings = settings or Settings()
     threads = settings.threads or usable_cores()
     made = made_now()
     here = Machine()
