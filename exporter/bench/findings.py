@@ -180,11 +180,9 @@ def parity_sentence(results: BenchResults) -> str:
         parts.append("The one candidate passed parity." if one else f"All {len(compared):,} candidates passed parity.")
     else:
         parts.append("No candidate was compared with a reference.")
-    others = [row for row in results.rows if row.status == "failed" and row not in wrong]
-    if others:
+    if others := [row for row in results.rows if row.status == "failed" and row not in wrong]:
         parts.append(f"{counted(len(others), 'row')} failed for another reason.")
-    missing = sum(row.status == "not run" for row in results.rows)
-    if missing:
+    if missing := sum(row.status == "not run" for row in results.rows):
         parts.append(f"{counted(missing, 'row was', 'rows were')} not run.")
     return " ".join(parts)
 

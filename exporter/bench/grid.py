@@ -69,9 +69,8 @@ class Grid:
         widths = {"--heads": (self.heads,), "--head-dim": (self.head_dim,)}
         for option, values in {"--seq-lens": self.seq_lens, "--batch": self.batches, **widths}.items():
             check_distinct(option, values)
-            for value in values:
-                if value < 1:
-                    raise UserError(f"{option} has {value}; expected positive integers")
+            if min(values) < 1:
+                raise UserError(f"{option} has {min(values)}; expected positive integers")
         check_distinct("--variants", [model.label for model in self.models])
         # a spec that cannot work is refused before anything is measured
         _ = [case.spec for case in self.cases()]

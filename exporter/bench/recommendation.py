@@ -170,8 +170,7 @@ def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: 
         yield "No other model that fits and was judged is faster."
     if any(are_alike(best, entry) for entry in faster):
         yield NO_DIFFERENCE
-    unknown = sum(entry.quality is None and entry.standing in FITTING for entry in entries)
-    if unknown:
+    if unknown := sum(entry.quality is None and entry.standing in FITTING for entry in entries):
         yield f"{counted(unknown, 'model')} without a result cannot be placed."
 
 
@@ -384,8 +383,7 @@ def sentences_of_none(entries: Sequence[AdviceEntry], plan: AdvicePlan, *, measu
 
 
 def caveats(results: BenchResults, entries: Sequence[AdviceEntry]) -> Iterator[str]:
-    disturbed = sum(entry.is_disturbed for entry in entries)
-    if disturbed:
+    if disturbed := sum(entry.is_disturbed for entry in entries):
         yield DISTURBED.format(counted(disturbed, "measurement"))
     if not results.complete:
         missing = sum(entry.standing == "not reached" for entry in entries)

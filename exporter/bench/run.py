@@ -57,7 +57,10 @@ class PreparedCase:
 
 @dataclass
 class Bench:
-    """A run in progress. rows: those of finished sizes, and after an interrupt what the last size had measured."""
+    """A run in progress. wait_seconds: left of those for an idle machine.
+
+    rows: those of finished sizes, and after an interrupt what the last size had measured.
+    """
 
     grid: Grid
     settings: Settings
@@ -65,11 +68,9 @@ class Bench:
     pace: Pace
     threads: int
     machine: Machine
+    wait_seconds: float
     rows: list[BenchRow] = field(default_factory=list)
     _models: dict[str, Path | Exception] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._wait_seconds = self.settings.wait_seconds
 
     def run(self) -> None:
         sizes = itertools.groupby(self.grid.cases(), key=lambda case: (case.seq_len, case.batch, case.precision))
@@ -85,8 +86,8 @@ class Bench:
                 found += self.prepared(list(group))
             if ready := [item for item in found if item.candidate is not None]:
                 rotation.calls = [*self.calls(ready)]
-                if self._wait_seconds:
-                    self._wait_seconds = wait_until_idle(self.machine, self._wait_seconds, self.pace.say)
+                if self.wait_seconds:
+                    self.wait_seconds = wait_until_idle(self.machine, self.wait_seconds, self.pace.say)
                 self.time(rotation, ready)
             for item in ready:
                 item.close()
@@ -113,8 +114,7 @@ class Bench:
         for case in cases:
             self.pace.say(f"{case.title}: preparing")
             item = PreparedCase(BenchRow(case=case, status="measured"))
-            reason = costs.reason_not_run(case)
-            if reason is not None:
+            if reason := costs.reason_not_run(case):
                 item.stop(reason, failed=False)
             else:
                 self.prepare(item, reference)
@@ -262,7 +262,7 @@ def bench(
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-bench-")))
         pace = Pace(seconds or total_cost(grid, settings), on_step)
-        running = Bench(grid, settings, folder, pace, threads, here)
+        running = Bench(grid, settings, folder, pace, threads, here, settings.wait_seconds)
         try:
             measure(running)
         except KeyboardInterrupt:
