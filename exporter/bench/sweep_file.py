@@ -60,7 +60,7 @@ KEYS: Mapping[str, Callable[[str, Any], Any]] = {
 AXES = tuple(f"{key}s" for key in KEYS)
 TABLES = ("build", "options", "engine", "include", "exclude")
 # Keys of [build]: all fields of the specs that are not axes and do not belong to a single variant.
-_FIELDS = ("scope", *BUILD_FIELDS, *ENCODER_FIELDS, *field_names(AttentionSpec))
+_FIELDS = ("scope", *BUILD_FIELDS, *ENCODER_FIELDS, *(item.name for item in fields(AttentionSpec)))
 BUILD_KEYS = tuple(name for name in _FIELDS if name not in ("seq_len", "precision"))
 # `profiles` have the syntax of --profile; a timing cache is a file of one machine.
 ENGINE_TYPES: dict[str, str] = {

@@ -225,12 +225,10 @@ class Protocol(HttpToolsProtocol):
         reason = HTTPStatus(status).phrase
         head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self._refusal = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-        if not self._is_answered and self.cycle.more_body:  # the request at fault is the last one
-            if not self.pipeline:
-                self._close_with(self._refusal)
-            else:
-                self.pipeline.popleft()
-        elif self._is_answered:
+        # a request whose body has not arrived is at fault, and the last one
+        if self.pipeline and not self._is_answered and self.cycle.more_body:
+            self.pipeline.popleft()
+        elif self._is_answered or self.cycle.more_body:
             self._close_with(self._refusal)
 
     def _close_with(self, answer: bytes) -> None:
