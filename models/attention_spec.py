@@ -200,9 +200,13 @@ class AttentionSpec(ShortRepr, ModelContract):
     def label(self) -> str:
         """ "nystrom-32", "lsh, 4 rounds": the variant and its own fields that differ from their defaults; without the
         fields that all variants share."""
+        return self.label_with(self.changed)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields of this variant alone that differ from their defaults."""
         own = (field for field in dataclasses.fields(self) if field.name not in SHARED_FIELDS)
-        values = {field.name: getattr(self, field.name) for field in own if getattr(self, field.name) != field.default}
-        return self.label_with(values)
+        return {field.name: getattr(self, field.name) for field in own if getattr(self, field.name) != field.default}
 
     @classmethod
     def label_with(cls, options: Mapping[str, Any]) -> str:

@@ -7,7 +7,10 @@ Without this, Python ends at once and leaves temporary files behind.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -34,6 +37,18 @@ def stop_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
     while cause is not None and not isinstance(cause, (KeyboardInterrupt, Terminated)):
         cause = cause.__cause__
     return cause
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process when its parent, which has this id, is killed. Linux only."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from effexport.bench import costs
 from effexport.bench.grid import BenchCase, BenchResults, BenchRow, Grid, Model, OnStep
 from effexport.bench.run import Bench, bench
 from effexport.bench.timing import MOST_DISTURBED, Settings, TimedCall
-from effexport.models.attention_spec import SHARED_FIELDS
+from effexport.models.attention_spec import SHARED_FIELDS, field_names
 from effexport.models.contract import ModelContract
 from effexport.models.shapes import Product
 from effexport.models.validation import SpecError
@@ -102,8 +102,9 @@ class AdvicePlan:
         longest_ms = self.longest_ms(1e3 * min(map(costs.call_seconds, self.cases)))
         speed = costs.FLOPS_PER_CORE * usable_cores()
         tried = [case for case in self.cases if not misses(least_ms_by_products(case, speed), longest_ms)]
-        probes = [probe for probe in self.probes(tried) if fits(probe)]
-        full = [case for case in tried if fits(case)]
+        probes, full = (
+            [case for case in cases if costs.reason_too_large(case) is None] for cases in (self.probes(tried), tried)
+        )
         if self.probed_length is not None:
             full = [case for case in full if not misses(1e3 * costs.call_seconds(case), longest_ms)]
         exports = {(case.label, case.runtime) for case in (*probes, *full) if RUNTIMES[case.runtime].graph}
@@ -124,10 +125,6 @@ def least_ms_by_products(case: BenchCase, flops_per_second: float) -> float:
     if case.precision != "fp32" or RUNTIMES[case.runtime].device != "cpu":
         return 0.0
     return SHARE_OF_PRODUCTS * 1e3 * case.flops / flops_per_second
-
-
-def fits(case: BenchCase) -> bool:
-    return costs.reason_too_large(case) is None
 
 
 def misses(least_ms: float, longest_ms: float) -> bool:
@@ -165,10 +162,8 @@ class Adviser:
         """The rows of these cases of one model at a shorter length, by runtime."""
         settings, done = self.bench.settings, len(self.bench.rows)
         self.bench.settings = of_probes(settings)
-        try:
-            self.bench.size(self.plan.probes(cases))
-        finally:
-            self.bench.settings = settings
+        self.bench.size(self.plan.probes(cases))
+        self.bench.settings = settings
         # what cannot run says so again at the full length
         self.bench.rows[done:] = [row for row in self.bench.rows[done:] if row.timing is not None]
         return {row.case.runtime: row for row in self.bench.rows[done:]}
@@ -237,13 +232,9 @@ class Judged:
     def candidate(self, options: Collection[str]) -> Model:
         """The model as a candidate. options: the names of those that a spec file sets for all candidates."""
         attention = self.spec.attention
-        own = (field for field in fields(attention) if field.name not in SHARED_FIELDS)
-        values = {
-            field.name: getattr(attention, field.name)
-            for field in own
-            if field.name in options or getattr(attention, field.name) != field.default
-        }
-        return Model(attention.variant, values, attention.label)
+        own = (name for name in field_names(type(attention)) if name in options and name not in SHARED_FIELDS)
+        given = {name: getattr(attention, name) for name in own}
+        return Model(attention.variant, attention.changed | given, attention.label)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,18 +205,13 @@ def reference_of_operator() -> dict[Any, Callable[..., Any]]:
         overload = getattr(torch.ops.effexport, op.torch_name).default
         # a traced call leaves out arguments that have their default
         defaults = {argument.name: argument.default_value for argument in overload._schema.arguments}
-        references[overload] = with_defaults(reference, defaults)
+        references[overload] = partial(with_defaults, reference, defaults)
     return references
 
 
-def with_defaults(function: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:
-    """The function, with defaults for arguments that are left out at the end."""
-    names = list(defaults)
-
-    def call(*given: Any, **named: Any) -> Any:
-        return function(*given, **{name: defaults[name] for name in names[len(given) :]} | named)
-
-    return call
+def with_defaults(function: Callable[..., Any], defaults: Mapping[str, Any], *given: Any, **named: Any) -> Any:
+    """Call the function, with defaults for arguments that are left out at the end."""
+    return function(*given, **dict([*defaults.items()][len(given) :]) | named)
 
 
 def synchronize(device: str) -> None:
@@ -232,19 +228,18 @@ LONGEST_MESSAGE = 300
 class TorchCandidate:
     """A module in eager PyTorch, or compiled."""
 
-    def __init__(self, case: BenchCase, *, compiled: bool = False, device: str = "cpu") -> None:
+    def __init__(self, case: BenchCase) -> None:
         import torch
 
         from effexport.export.onnx_from_module import at_precision
 
-        module = at_precision(module_from_case(case), case.precision).to(device)
+        runtime = RUNTIMES[case.runtime]
+        module = at_precision(module_from_case(case), case.precision).to(runtime.device)
         self.implementation: dict[str, str] = {}
-        self._call: Any = module
-        if compiled:
-            # the lengths of a benchmark are known, so each is compiled separately
-            self._call = torch.compile(module, dynamic=False)
+        # the lengths of a benchmark are known, so each is compiled separately
+        self._call: Any = torch.compile(module, dynamic=False) if runtime.compiled else module
         self._case = case
-        self._device = device
+        self._device = runtime.device
         self._given: tuple[torch.Tensor, ...] = ()
         self._result: torch.Tensor | None = None
 
@@ -297,8 +292,7 @@ class RunnerCandidate:
         self._bound.run()
 
     def outputs(self) -> dict[str, Array]:
-        outputs: dict[str, Array] = self._bound.outputs()
-        return outputs
+        return dict(self._bound.outputs())
 
     def with_buckets(
         self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]
@@ -330,7 +324,7 @@ def candidate_from_case(case: BenchCase, model: Path | None, *, threads: int, me
     """
     runtime = RUNTIMES[case.runtime]
     if not runtime.graph:
-        return TorchCandidate(case, compiled=runtime.compiled, device=runtime.device)
+        return TorchCandidate(case)
     assert model is not None
     if runtime.engine:
         from effexport.tensorrt.runner import TrtRunner

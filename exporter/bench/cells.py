@@ -186,8 +186,7 @@ class Store:
 
     def finished(self, cell: Cell) -> CellRecord | None:
         """The record of a finished cell; None if it is not finished, or its artifact is damaged."""
-        record = read_record(self.cell_folder(cell), cell)
-        return record if record is not None and not self.damage(cell) else None
+        return None if self.damage(cell) else read_record(self.cell_folder(cell), cell)
 
     def failed(self, cell: Cell) -> CellRecord | None:
         """The record of the last failure of a cell that is not finished."""

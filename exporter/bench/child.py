@@ -6,11 +6,9 @@ It reads request.json of the folder and writes outcome.json, and an artifact if 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
-import signal
 import sys
 import traceback
 from dataclasses import asdict
@@ -22,28 +20,18 @@ from effexport.base.errors import EffexportError, StageError, UserError
 from effexport.base.files import json_text, write_file
 from effexport.base.machine import peak_bytes_of, process_peak_bytes
 from effexport.base.runtimes import RUNTIMES
+from effexport.base.termination import die_with_parent
 from effexport.bench.cells import ARTIFACT, OUTCOME, REQUEST, Cell, Outcome, deciding_versions
 from effexport.bench.grid import BenchCase
 from effexport.models.validation import SpecError
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    die_with_parent(request["parent"])
+    die_with_parent(request["parent"])  # nobody needs the result then
     outcome = outcome_of_request(request, folder / ARTIFACT)
     write_file(folder / OUTCOME, json_text(asdict(outcome)))
-
-
-def die_with_parent(parent: int) -> None:
-    """End this process when its parent is killed, because nobody needs the result then. Linux only."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:

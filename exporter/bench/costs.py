@@ -92,16 +92,16 @@ def pieces(product: Product, largest_bytes: int) -> tuple[Product, ...]:
     """
     one = Product(1, product.m, product.k, product.n)
     if one.nbytes <= largest_bytes:
-        most = max(1, largest_bytes // one.nbytes)
-        whole, rest = divmod(product.count, most)
-        parts = [Product(most, *one.shape)] * whole + [Product(rest, *one.shape)] * (rest > 0)
-        return tuple(parts)
+        return tuple(Product(count, *one.shape) for count in shares(product.count, largest_bytes // one.nbytes))
     # the right factor stays whole
     right, row = 4 * product.k * product.n, 4 * (product.k + product.n)
-    rows = min(product.m, max(FEWEST_ROWS, (largest_bytes - right) // row))
-    whole, rest = divmod(product.m, rows)
-    parts = [Product(1, rows, product.k, product.n)] * whole + [Product(1, rest, product.k, product.n)] * (rest > 0)
-    return tuple(parts) * product.count
+    rows = shares(product.m, max(FEWEST_ROWS, (largest_bytes - right) // row))
+    return tuple(Product(1, count, product.k, product.n) for count in rows) * product.count
+
+
+def shares(total: int, most: int) -> list[int]:
+    """A number as a sum, each term as large as possible."""
+    return [min(most, total - start) for start in range(0, total, most)]
 
 
 # Plain formulas hold logits before and after the mask, weights, and a few copies of inputs and outputs.

@@ -34,7 +34,7 @@ from effexport.base.files import abandoned, json_text, write_file
 from effexport.base.formatting import counted, listed
 from effexport.bench.cells import ARTIFACT, LOG, OUTCOME, REQUEST, Cell, Outcome, failed
 from effexport.bench.grid import BenchCase
-from effexport.plugins.building.toolchain import Gpu, ending, gpus_here
+from effexport.plugins.building.toolchain import Gpu, ending, first_line, gpus_here
 
 # Made before any thread reads, as base/records.py says.
 OUTCOMES = msgspec.json.Decoder(Outcome)
@@ -352,8 +352,7 @@ def short(error: BaseException) -> str:
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         return f"{type(cause).__name__}: {cause}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return ": ".join(filter(None, (type(error).__name__, first_line(str(error), ""))))
 
 
 PIECE_BYTES = 8 * 2**20
@@ -371,8 +370,7 @@ def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[F
     """Every file, in pieces of at most `piece_bytes`. An empty file is one empty piece."""
     for name, path in files_of_folder(folder).items():
         with path.open("rb") as stream:
-            data = stream.read(piece_bytes)
-            yield FilePiece(name, data)
+            yield FilePiece(name, stream.read(piece_bytes))
             while data := stream.read(piece_bytes):
                 yield FilePiece(name, data)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from effexport.base.formatting import NOTHING, counted, duration, duration_with, listed, memory, three_digits
 from effexport.bench.grid import BenchResults, BenchRow
 from effexport.render.document import Item
 
+Row = TypeVar("Row")
 NO_REASON = "no reason is known"
 DISTURBED = "not compared: other programs disturbed the timings"
 
@@ -21,13 +22,13 @@ def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> 
 
     Returns the end of a sentence that begins with "linear on ort is …".
     """
-    lengths = sorted(candidate.keys() & baseline)
-    if not lengths:
+    first, last = (end(candidate.keys() & baseline, default=0) for end in (min, max))
+    if not first:
         return "not compared: no length was measured of both"
     found = crossings(candidate, baseline)
-    begins_faster = candidate[lengths[0]] < baseline[lengths[0]]
+    begins_faster = candidate[first] < baseline[first]
     about = ", ".join(f"{_rounded(length):,}" for length in found)
-    measured = " to ".join(dict.fromkeys(f"{length:,}" for length in (lengths[0], lengths[-1])))
+    measured = " to ".join(dict.fromkeys(f"{length:,}" for length in (first, last)))
     if len(found) > 1:
         return f"faster on some stretches: the curves cross at about {about} tokens"
     if found:
@@ -60,12 +61,10 @@ BASELINE = "softmax"
 class Curve:
     """The rows of one model in one setting, in order of length.
 
-    setting: runtime, scope, precision and batch, which compared models must share. place: the runtime, and what else
-    tells it from the model's other curves.
+    place: the setting, which compared models must share: the runtime, and what else differs within the benchmark.
     """
 
     label: str
-    setting: tuple[str, ...]
     place: str
     rows: tuple[BenchRow, ...]
 
@@ -88,30 +87,32 @@ class Curve:
 
 def curves(results: BenchResults) -> list[Curve]:
     """All curves, softmax first, the others in the order of the rows."""
-    groups: dict[tuple[str, tuple[str, ...]], list[BenchRow]] = {}
-    for row in results.rows:
-        case = row.case
-        setting = (case.runtime, case.scope, case.precision, f"batch {case.batch}")
-        groups.setdefault((case.label, setting), []).append(row)
-    places = places_of([setting for _, setting in groups], always=1)
+    cases = [row.case for row in results.rows]
+    settings = [(case.runtime, case.scope, case.precision, f"batch {case.batch}") for case in cases]
+    groups = grouped(results.rows, [case.label for case in cases], settings, always=1)
     found = [
-        Curve(label, setting, places[setting], tuple(sorted(rows, key=lambda row: row.case.seq_len)))
-        for (label, setting), rows in groups.items()
+        Curve(label, place, tuple(sorted(rows, key=lambda row: row.case.seq_len)))
+        for (label, place), rows in groups.items()
     ]
     return sorted(found, key=lambda curve: not curve.is_baseline)
 
 
-def places_of(settings: Collection[tuple[str, ...]], always: int = 0) -> dict[tuple[str, ...], str]:
-    """The name of each setting: its first parts, as many as `always`, and those that differ between settings."""
+def grouped(
+    rows: Sequence[Row], labels: Sequence[str], settings: Sequence[tuple[str, ...]], always: int = 0
+) -> dict[tuple[str, str], list[Row]]:
+    """The rows of each model in each place, which names the parts of a setting that differ, and the first `always`."""
     shown = [n for n, parts in enumerate(zip(*settings, strict=True)) if n < always or len(set(parts)) > 1]
-    return {setting: ", ".join(setting[n] for n in shown if setting[n]) for setting in settings}
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row, label, setting in zip(rows, labels, settings, strict=True):
+        groups.setdefault((label, ", ".join(setting[n] for n in shown if setting[n])), []).append(row)
+    return groups
 
 
 def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
     """Softmax in the same setting; None if it was not measured, and for softmax itself."""
     if curve.is_baseline:
         return None
-    return next((one for one in among if one.is_baseline and one.setting == curve.setting), None)
+    return next((one for one in among if one.is_baseline and one.place == curve.place), None)
 
 
 def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, str]]:
@@ -179,11 +180,9 @@ def parity_sentence(results: BenchResults) -> str:
         parts.append("The one candidate passed parity." if one else f"All {len(compared):,} candidates passed parity.")
     else:
         parts.append("No candidate was compared with a reference.")
-    others = [row for row in results.rows if row.status == "failed" and row not in wrong]
-    if others:
+    if others := [row for row in results.rows if row.status == "failed" and row not in wrong]:
         parts.append(f"{counted(len(others), 'row')} failed for another reason.")
-    missing = sum(row.status == "not run" for row in results.rows)
-    if missing:
+    if missing := sum(row.status == "not run" for row in results.rows):
         parts.append(f"{counted(missing, 'row was', 'rows were')} not run.")
     return " ".join(parts)
 
@@ -201,19 +200,15 @@ def headlines(results: BenchResults) -> list[str]:
 
 
 def problems(results: BenchResults) -> list[Item]:
-    """Rows that have no timing to quote, by reason."""
+    """Reasons why rows have no timing to quote, and notes on their measurement; once for all rows that share one."""
     groups: dict[tuple[str, str], list[BenchRow]] = {}
     for row in results.rows:
-        if not row.is_quotable:
-            groups.setdefault((row.status, row.reason or NO_REASON), []).append(row)
+        reason = "" if row.is_quotable else row.reason or NO_REASON
+        for status, text in ((row.status, reason), ("note", row.note)):
+            if text:
+                groups.setdefault((status, text), []).append(row)
     ordered = sorted(groups.items(), key=lambda entry: entry[0][0])
-    return [Item(status, f"{reason} ({_labels(rows)})") for (status, reason), rows in ordered]
-
-
-def notes(results: BenchResults) -> list[Item]:
-    """Notes on the measurement of rows, once for all rows that share one."""
-    texts = dict.fromkeys(row.note for row in results.rows if row.note)
-    return [Item("note", f"{text} ({_labels([row for row in results.rows if row.note == text])})") for text in texts]
+    return [Item(status, f"{text} ({_labels(rows)})") for (status, text), rows in ordered]
 
 
 def remarks(results: BenchResults) -> list[str]:

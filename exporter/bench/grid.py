@@ -5,6 +5,7 @@ Results are the records behind JSON, CSV and page. Loads no framework.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -68,9 +69,8 @@ class Grid:
         widths = {"--heads": (self.heads,), "--head-dim": (self.head_dim,)}
         for option, values in {"--seq-lens": self.seq_lens, "--batch": self.batches, **widths}.items():
             check_distinct(option, values)
-            for value in values:
-                if value < 1:
-                    raise UserError(f"{option} has {value}; expected positive integers")
+            if min(values) < 1:
+                raise UserError(f"{option} has {min(values)}; expected positive integers")
         check_distinct("--variants", [model.label for model in self.models])
         # a spec that cannot work is refused before anything is measured
         _ = [case.spec for case in self.cases()]
@@ -111,20 +111,22 @@ def model_from_text(text: str, option: str) -> Model:
 def value_from_text(text: str) -> Any:
     """An integer, a number, true, false, none, or the text itself."""
     for convert in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return convert(text)
-        except ValueError:
-            continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
 def check_names(option: str, given: Collection[str], known: Collection[str]) -> None:
     check_distinct(option, given)
     for name in given:
-        if name not in known:
-            raise UserError(
-                f"unknown name {name!r} in {option}{did_you_mean(name, known)} Expected: {', '.join(known)}"
-            )
+        known_name(option, name, known)
+
+
+def known_name(option: str, name: Any, known: Collection[str]) -> str:
+    """The name. Raises UserError if it is not one of those that are known."""
+    if name not in known:
+        raise UserError(f"{option} has {name!r}{did_you_mean(name, known)} Expected: {', '.join(known)}")
+    return str(name)
 
 
 def check_distinct(option: str, given: Collection[object]) -> None:

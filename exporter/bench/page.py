@@ -179,9 +179,8 @@ def document_from_results(results: BenchResults, advice: Advice | None = None) -
     cases = [row.case for row in results.rows if row.case.options]
     options_of = {case.label: ", ".join(f"{name} {value}" for name, value in case.options.items()) for case in cases}
     options = Facts("Options", tuple(options_of.items()))
-    without_timing = (*findings.problems(results), *findings.notes(results))
     sections = (
-        Section("Failed, disturbed and not run", without_timing, is_background=is_advice),
+        Section("Failed, disturbed and not run", tuple(findings.problems(results)), is_background=is_advice),
         Section("Next to the published figures", beside_published(results), is_background=True),
         Section("Speed and memory", present(bench_chart(results))),
         Section(
@@ -399,10 +398,8 @@ QUANTITIES_OF_CELL = (
 def sweep_chart(rows: Sequence[SweepRow]) -> Chart | None:
     """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
     finished = [row for row in rows if row.status == "finished"]
-    places = findings.places_of([(row.precision, row.target, row.gpu) for row in finished])
-    groups: dict[tuple[str, str], list[SweepRow]] = {}
-    for row in finished:
-        groups.setdefault((row.label, places[row.precision, row.target, row.gpu]), []).append(row)
+    settings = [(row.precision, row.target, row.gpu) for row in finished]
+    groups = findings.grouped(finished, [row.label for row in finished], settings)
     if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
         return None
 

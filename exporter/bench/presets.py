@@ -96,12 +96,11 @@ def measured_table(results: BenchResults) -> Table | None:
 def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
     """Mean time of softmax divided by that of each other model, by length."""
     every = curves(results)
-    ratios = []
-    for curve in every:
-        if baseline := baseline_of(curve, every):
-            own, other = curve.values(mean_ms), baseline.values(mean_ms)
-            ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
-    return ratios
+    pairs = [(curve, found.values(mean_ms)) for curve in every if (found := baseline_of(curve, every))]
+    return [
+        (curve, {length: other[length] / own for length, own in curve.values(mean_ms).items() if length in other})
+        for curve, other in pairs
+    ]
 
 
 def mean_ms(row: BenchRow) -> float | None:

@@ -170,8 +170,7 @@ def sentences_of_frontier(entries: Sequence[AdviceEntry], seq_len: int, limits: 
         yield "No other model that fits and was judged is faster."
     if any(are_alike(best, entry) for entry in faster):
         yield NO_DIFFERENCE
-    unknown = sum(entry.quality is None and entry.standing in FITTING for entry in entries)
-    if unknown:
+    if unknown := sum(entry.quality is None and entry.standing in FITTING for entry in entries):
         yield f"{counted(unknown, 'model')} without a result cannot be placed."
 
 
@@ -188,12 +187,8 @@ def beside(entry: AdviceEntry, best: AdviceEntry) -> str:
 
 def are_alike(one: AdviceEntry, other: AdviceEntry) -> bool:
     """True if the confidence intervals of the losses overlap, or one of them is unknown."""
-    assert one.quality is not None
-    assert other.quality is not None
-    first, second = one.quality.loss, other.quality.loss
-    if first.low is None or first.high is None or second.low is None or second.high is None:
-        return True
-    return first.low <= second.high and second.low <= first.high
+    ends = [entry.quality.loss.interval for entry in (one, other) if entry.quality is not None]
+    return not all(ends) or max(low for low, _ in ends) <= min(high for _, high in ends)
 
 
 # The file for fields that have no option of their own, if the user gave none.
@@ -388,8 +383,7 @@ def sentences_of_none(entries: Sequence[AdviceEntry], plan: AdvicePlan, *, measu
 
 
 def caveats(results: BenchResults, entries: Sequence[AdviceEntry]) -> Iterator[str]:
-    disturbed = sum(entry.is_disturbed for entry in entries)
-    if disturbed:
+    if disturbed := sum(entry.is_disturbed for entry in entries):
         yield DISTURBED.format(counted(disturbed, "measurement"))
     if not results.complete:
         missing = sum(entry.standing == "not reached" for entry in entries)
@@ -435,10 +429,8 @@ def frontier_chart(advice: Advice) -> Chart | None:
     for entry in advice.entries:
         if entry.latency_ms is None or entry.quality is None or entry.is_disturbed:
             continue
-        loss = entry.quality.loss
-        interval = () if loss.low is None or loss.high is None else (loss.low, loss.high)
         label = f"{entry.name}: {entry.latency}, {entry.quality.text}"
-        points[entry.name] = Point(entry.latency_ms, loss.value, label, interval)
+        points[entry.name] = Point(entry.latency_ms, entry.lost, label, entry.quality.loss.interval)
     if len(points) < 2:
         return None
     frontier = [points[entry.name] for entry in on_frontier(advice.entries) if entry.name in points]

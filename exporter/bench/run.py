@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,10 @@ class PreparedCase:
 
 @dataclass
 class Bench:
-    """A run in progress. rows: those of finished sizes, and after an interrupt what the last size had measured."""
+    """A run in progress. wait_seconds: left of those for an idle machine.
+
+    rows: those of finished sizes, and after an interrupt what the last size had measured.
+    """
 
     grid: Grid
     settings: Settings
@@ -65,11 +68,9 @@ class Bench:
     pace: Pace
     threads: int
     machine: Machine
+    wait_seconds: float
     rows: list[BenchRow] = field(default_factory=list)
     _models: dict[str, Path | Exception] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._wait_seconds = self.settings.wait_seconds
 
     def run(self) -> None:
         sizes = itertools.groupby(self.grid.cases(), key=lambda case: (case.seq_len, case.batch, case.precision))
@@ -83,11 +84,11 @@ class Bench:
         try:
             for _, group in itertools.groupby(cases, key=lambda case: case.label):
                 found += self.prepared(list(group))
-            ready = [item for item in found if item.candidate is not None]
-            rotation.calls = [*self.calls(ready)]
-            if ready and self._wait_seconds:
-                self._wait_seconds = wait_until_idle(self.machine, self._wait_seconds, self.pace.say)
-            self.time(rotation, ready)
+            if ready := [item for item in found if item.candidate is not None]:
+                rotation.calls = [*self.calls(ready)]
+                if self.wait_seconds:
+                    self.wait_seconds = wait_until_idle(self.machine, self.wait_seconds, self.pace.say)
+                self.time(rotation, ready)
             for item in ready:
                 item.close()
             self.finish(rotation, found)
@@ -113,8 +114,7 @@ class Bench:
         for case in cases:
             self.pace.say(f"{case.title}: preparing")
             item = PreparedCase(BenchRow(case=case, status="measured"))
-            reason = costs.reason_not_run(case)
-            if reason is not None:
+            if reason := costs.reason_not_run(case):
                 item.stop(reason, failed=False)
             else:
                 self.prepare(item, reference)
@@ -151,13 +151,12 @@ class Bench:
             return None
         name = file_name(case)
         export = candidates.naive_onnx_from_case if runtime.graph == "naive" else candidates.onnx_from_case
-        path = self.made(f"{name}.onnx", lambda path: export(case, path))
-        if runtime.engine:
-            model = path
-            # an engine accepts one size only
-            engine = f"{name}-{case.batch}-{case.seq_len}-{case.runtime}.engine"
-            return self.made(engine, lambda path: candidates.engine_from_case(case, model, path))
-        return path
+        model = self.made(f"{name}.onnx", partial(export, case))
+        if not runtime.engine:
+            return model
+        # an engine accepts one size only
+        engine = f"{name}-{case.batch}-{case.seq_len}-{case.runtime}.engine"
+        return self.made(engine, partial(candidates.engine_from_case, case, model))
 
     def made(self, name: str, make: Callable[[Path], None]) -> Path:
         if name not in self._models:
@@ -185,12 +184,9 @@ class Bench:
             yield TimedCall(f"pass of {label} on {device}", costs.run_pass(costs.traffic_bytes(case), device), "torch")
 
     def time(self, rotation: Rotation, ready: Sequence[PreparedCase]) -> None:
-        if not ready:
-            return
         settings = self.settings
-        labels = {item.row.case.label for item in ready}
-        first = replace(ready[0].row.case, runtime="")
-        title = (first if len(labels) == 1 else replace(first, label="all models")).title
+        label, *others = {item.row.case.label for item in ready}
+        title = replace(ready[0].row.case, runtime="", label="all models" if others else label).title
         cost = sum(costs.timing_cost(item.row.case, settings) for item in ready)
 
         def on_round(number: int) -> None:
@@ -243,7 +239,7 @@ class Bench:
 
 def bench(
     grid: Grid,
-    settings: Settings | None = None,
+    settings: Settings,
     on_step: OnStep = lambda step: None,
     *,
     measure: Callable[[Bench], None] = Bench.run,
@@ -253,7 +249,6 @@ def bench(
 
     measure: what is measured, and in which order, if not the whole grid. seconds: roughly how long that takes.
     """
-    settings = settings or Settings()
     threads = settings.threads or usable_cores()
     made = made_now()
     here = Machine()
@@ -267,7 +262,7 @@ def bench(
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-bench-")))
         pace = Pace(seconds or total_cost(grid, settings), on_step)
-        running = Bench(grid, settings, folder, pace, threads, here)
+        running = Bench(grid, settings, folder, pace, threads, here, settings.wait_seconds)
         try:
             measure(running)
         except KeyboardInterrupt:

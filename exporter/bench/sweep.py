@@ -136,21 +136,19 @@ class Sweep:
         self._pace.pay(1)
         if outcome.status == "not run":
             self.not_run[cell.id] = outcome.reason
-            self._say(cell, f"not run: {outcome.reason}")
-            return False
-        if outcome.status == "finished":
+        elif outcome.status == "finished":
             try:
                 won = self.store.publish(cell, folder, attempt, outcome)
+                self.new.add(cell.id)
             except (EffexportError, OSError) as error:
                 outcome = failed(f"its artifact did not arrive completely: {error}", outcome.where, outcome.log)
             else:
-                self.new.add(cell.id)
-                text = "finished" if won else "finished earlier by another attempt"
-                self._say(cell, f"{text} in {rough_duration(outcome.seconds)}")
+                end = "finished" if won else "finished earlier by another attempt"
+                self._say(cell, f"{end} in {rough_duration(outcome.seconds)}")
                 return False
-        if self.store.finished(cell) is None:
+        if outcome.status == "failed" and self.store.finished(cell) is None:
             self.store.fail(cell, attempt, outcome)
-        self._say(cell, f"failed: {first_line(outcome.reason, 'unknown reason')}")
+        self._say(cell, f"{outcome.status}: {first_line(outcome.reason, 'unknown reason')}")
         return False
 
     def _say(self, cell: Cell, text: str) -> None:

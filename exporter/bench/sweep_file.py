@@ -18,7 +18,7 @@ from effexport.base.records import read_toml
 from effexport.base.runtimes import ENGINE_RUNTIMES
 from effexport.base.spec import BUILD_FIELDS, ENCODER_FIELDS, BuildSpec, build_spec_from_options
 from effexport.bench.cells import ONNX_ONLY, Cell, deciding_versions
-from effexport.bench.grid import Model, check_distinct, model_from_text, title_of_cell
+from effexport.bench.grid import Model, check_distinct, known_name, model_from_text, title_of_cell
 from effexport.models.attention_spec import AttentionSpec, field_names
 from effexport.models.validation import SpecError, check_type, did_you_mean, require
 from effexport.models.variants import ATTENTION_SPECS
@@ -34,12 +34,6 @@ def model_of(name: str, value: Any) -> Model:
         f'{name} has {value!r}; expected names such as "lsh", with fields after colons: "lsh:num_hashes=4"',
     )
     return model_from_text(value, name)
-
-
-def one_of(name: str, value: Any, known: Collection[str]) -> str:
-    known_ones = f"{did_you_mean(value, known)} Expected: {', '.join(known)}"
-    require(isinstance(value, str) and value in known, f"{name} has {value!r}{known_ones}")
-    return str(value)
 
 
 def length_of(name: str, value: Any) -> int:
@@ -59,21 +53,15 @@ def gpu_of(name: str, value: Any) -> str:
 KEYS: Mapping[str, Callable[[str, Any], Any]] = {
     "variant": model_of,
     "seq_len": length_of,
-    "precision": partial(one_of, known=DTYPE_OF_PRECISION),
-    "target": partial(one_of, known=(ONNX_ONLY, *ENGINE_RUNTIMES)),
+    "precision": partial(known_name, known=tuple(DTYPE_OF_PRECISION)),
+    "target": partial(known_name, known=(ONNX_ONLY, *ENGINE_RUNTIMES)),
     "gpu": gpu_of,
 }
 AXES = tuple(f"{key}s" for key in KEYS)
 TABLES = ("build", "options", "engine", "include", "exclude")
 # Keys of [build]: all fields of the specs that are not axes and do not belong to a single variant.
-BUILD_KEYS = (
-    "scope",
-    *(
-        name
-        for name in (*BUILD_FIELDS, *ENCODER_FIELDS, *(item.name for item in fields(AttentionSpec)))
-        if name not in ("seq_len", "precision")
-    ),
-)
+_FIELDS = ("scope", *BUILD_FIELDS, *ENCODER_FIELDS, *(item.name for item in fields(AttentionSpec)))
+BUILD_KEYS = tuple(name for name in _FIELDS if name not in ("seq_len", "precision"))
 # `profiles` have the syntax of --profile; a timing cache is a file of one machine.
 ENGINE_TYPES: dict[str, str] = {
     item.name: str(item.type)
@@ -103,13 +91,6 @@ class Combination:
         values: dict[str, tuple[Any, ...]] = {name: (getattr(self, name),) for name in KEYS}
         values["variant"] = (self.variant.variant, self.variant.label)
         return all(set(values[name]) & set(wanted) for name, wanted in pattern.items())
-
-    @property
-    def exclusion(self) -> str:
-        """The table that excludes it, for an error message."""
-        values = {name: getattr(self, name) for name in KEYS} | {"variant": self.variant.variant}
-        texts = (f"{name} = {toml_text(value)}" for name, value in values.items() if value)
-        return f"[[exclude]] with some of {', '.join(texts)}"
 
     def __str__(self) -> str:
         return title_of_cell(self.variant.label, self.seq_len, self.precision, self.target, self.gpu)
@@ -302,8 +283,10 @@ def cell_of(point: Combination, build: Mapping[str, Any], engine: Mapping[str, A
         spec = build_spec_from_options(flags, None).decided(has_engines=point.target != ONNX_ONLY)
         of_target = engine_of(point, spec, dict(engine))
     except SpecError as error:
-        problem = f"the cell {point} cannot be built: {error}"
-        raise UserError(problem, f"  To leave such cells out: {point.exclusion}") from error
+        values = {name: getattr(point, name) for name in KEYS} | {"variant": model.variant}
+        texts = (f"{name} = {toml_text(value)}" for name, value in values.items() if value)
+        remedy = f"  To leave such cells out: [[exclude]] with some of {', '.join(texts)}"
+        raise UserError(f"the cell {point} cannot be built: {error}", remedy) from error
     label = ATTENTION_SPECS[model.variant].label_with({**model.options, **point.own})
     return Cell(label=label, spec=spec, engine=of_target, gpu=point.gpu, versions=deciding_versions(point.target))
 

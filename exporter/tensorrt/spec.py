@@ -112,6 +112,15 @@ class Profiles:
         except (KeyError, ValueError, SpecError) as error:
             raise UserError(f"the profiles of an engine do not fit its inputs: {error}; {REBUILD_ENGINE}") from error
 
+    def sizes(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
+        """The sizes of the dynamic dimensions in the shapes of all inputs."""
+        return {
+            dim: size
+            for tensor in self._info.inputs
+            for dim, size in zip(dim_names(tensor), shapes[tensor.name], strict=True)
+            if dim is not None
+        }
+
     def index(self, sizes: Mapping[str, int]) -> int | None:
         """The first profile that covers these sizes; None if none does."""
         for index, profile in enumerate(self._profiles):
@@ -121,12 +130,7 @@ class Profiles:
 
     def covering(self, shapes: Mapping[str, Shape]) -> int:
         """The first profile that covers the shapes of all inputs. Raises UserError if none does."""
-        given = {
-            dim: size
-            for tensor in self._info.inputs
-            for dim, size in zip(dim_names(tensor), shapes[tensor.name], strict=True)
-            if dim is not None
-        }
+        given = self.sizes(shapes)
         found = self.index(given)
         if found is not None:
             return found

@@ -126,7 +126,9 @@ class Forked:
             os.chdir(self.folder)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-            die_with_parent()
+            from effexport.base.termination import die_with_parent
+
+            die_with_parent(os.getppid())
             from effexport.cli.main import main
 
             self.prepare()
@@ -160,11 +162,6 @@ class Forked:
         for path in self._logs:
             path.unlink()
         return Finished(self.words, os.waitstatus_to_exitcode(status), out, err, seconds)
-
-
-def die_with_parent() -> None:
-    """End this process when the campaign is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def signal_at_call(count: int, number: int) -> Callable[[], object]:

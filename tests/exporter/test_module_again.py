@@ -384,7 +384,7 @@ def test_a_server_joins_requests_where_samples_are_independent(artifact: Path, b
         for answer, right in zip(answers, expected, strict=True):
             torch.testing.assert_close(torch.tensor(answer["output"]), right, atol=1e-5, rtol=1e-5)
         batching = batching_of(open_artifact(folder).spec, PackageSpec(name="small"))
-        assert batching.is_dynamic == (most > 1)
+        assert (batching.max_batch > 1) == (most > 1)
 
 
 def test_a_small_golden_file_has_the_smallest_cases_that_fit_and_never_none() -> None:

@@ -61,12 +61,14 @@ class Metrics:
 
 def exposition(parts: Sequence[Metrics]) -> tuple[bytes, str]:
     """The text that Prometheus reads, and its content type: the metrics of the process and of all models."""
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+    from prometheus_client import CONTENT_TYPE_LATEST, ProcessCollector, generate_latest
+    from prometheus_client.registry import Collector
 
-    class Joined:
-        """The samples of all parts, as Prometheus wants them: those of one name together."""
+    class Joined(Collector):
+        """All samples, as Prometheus wants them: those of one name together."""
 
         def collect(self) -> Iterator[Any]:
+            yield from ProcessCollector(registry=None).collect()
             families: dict[str, Any] = {}
             for part in parts:
                 for family in part.registry.collect():
@@ -75,7 +77,4 @@ def exposition(parts: Sequence[Metrics]) -> tuple[bytes, str]:
                 first.samples += [sample for family in others for sample in family.samples]
                 yield first
 
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    registry.register(Joined())
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    return generate_latest(Joined()), CONTENT_TYPE_LATEST

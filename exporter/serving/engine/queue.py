@@ -55,9 +55,8 @@ class Padding:
 
         feeds: all inputs of the model.
         """
-        free = {name: (0, self.inputs.get(name)) for name in feeds}
         return tuple(
-            tuple(size for axis, size in enumerate(feeds[name].shape) if axis not in free[name])
+            tuple(size for axis, size in enumerate(feeds[name].shape) if axis not in (0, self.inputs.get(name)))
             for name in sorted(feeds)
         )
 

@@ -99,25 +99,21 @@ class PackagedSignature:
     optional: frozenset[str] = frozenset()
 
 
-OPTIONS = (
-    TensorInfo(STREAM, "bool", (1,)),
-    # the fields of Sampling
-    TensorInfo("max_new_tokens", "int32", (1,)),
-    TensorInfo("temperature", "float32", (1,)),
-    TensorInfo("top_k", "int32", (1,)),
-    TensorInfo("seed", "int64", (1,)),
-    TensorInfo("stop_at_eos", "bool", (1,)),
-)
+# The fields of Sampling, and how the text comes.
+OPTIONS = {
+    STREAM: "bool",
+    "max_new_tokens": "int32",
+    "temperature": "float32",
+    "top_k": "int32",
+    "seed": "int64",
+    "stop_at_eos": "bool",
+}
+GENERATED = {TEXT_OUTPUT: STRING, FINISH_REASON: STRING, "prompt_tokens": "int64", "seed": "int64"}
 # A request is one prompt. The text comes at once, or with `stream` in pieces; only the last has the other outputs.
 GENERATION = PackagedSignature(
-    (TensorInfo(TEXT_INPUT, STRING, (1,)), *OPTIONS),
-    (
-        TensorInfo(TEXT_OUTPUT, STRING, (1,)),
-        TensorInfo(FINISH_REASON, STRING, (1,)),
-        TensorInfo("prompt_tokens", "int64", (1,)),
-        TensorInfo("seed", "int64", (1,)),
-    ),
-    frozenset(tensor.name for tensor in OPTIONS),
+    tuple(TensorInfo(name, dtype, (1,)) for name, dtype in {TEXT_INPUT: STRING, **OPTIONS}.items()),
+    tuple(TensorInfo(name, dtype, (1,)) for name, dtype in GENERATED.items()),
+    frozenset(OPTIONS),
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from effexport.models.encoder.spec import EMBEDDING
 from effexport.runners.decode import Graph
 from effexport.serving.engine.errors import FAILED, QUEUE_FULL, WAITED_TOO_LONG, RequestError
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.queue import Outputs, Queue, Waiting, aside
+from effexport.serving.engine.queue import Outputs, Queue, Waiting, aside, logger
 from effexport.serving.engine.settings import MAX_TEXTS
 from effexport.serving.engine.signature import ANSWER, CONTEXT, FINISH_REASON, TEXT, TEXT_OUTPUT, named_by, objects
 from effexport.tasks.sampling import Sampling
@@ -129,9 +128,6 @@ class Texts:
             return found
 
         return await aside(sum(array.nbytes for part in parts for array in part.values()), read)
-
-
-logger = logging.getLogger("effexport.serving")
 
 
 class Stream:
@@ -275,8 +271,7 @@ class Generations(Queue[Stream]):
                     running[stream.session] = stream
                     stepper.add(stream.session)
             started = time.perf_counter()
-            stepped = stepper.step()
-            if stepped:
+            if stepped := stepper.step():
                 streams = [running[session] for session in stepped if session in running]
                 self._stepped(streams, time.perf_counter() - started)
 

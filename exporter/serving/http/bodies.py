@@ -175,11 +175,10 @@ def objects_named(fields: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     values = fields[key]
     if not isinstance(values, list) or not values:
         raise RequestError(f"{key} are {shown(values)}; expected a list of at least one object")
+    seen: set[str] = set()
     for value in values:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise RequestError(f"{key} hold {shown(value)}; expected an object with a name")
-    seen: set[str] = set()
-    for value in values:
         if value["name"] in seen:
             raise RequestError(f"{key} name {shown(value['name'])} twice")
         seen.add(value["name"])
@@ -291,11 +290,9 @@ def array_from_binary(tensor: TensorInfo, shape: tuple[int, ...], data: memoryvi
 
 def shape_of_texts(tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
     """The shape of texts, [n] or [n, 1], in a request. Raises RequestError."""
-    given = f"input {tensor.name!r} has shape {shown(shape)}"
-    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        raise RequestError(f"{given}; expected a list of integers: [n] or [n, 1]")
-    if len(shape) not in (1, 2) or shape[0] < 1 or shape[1:] not in ([], [1]):
-        raise RequestError(f"{given}; expected [n] or [n, 1], for n texts")
+    are_sizes = isinstance(shape, list) and all(type(size) is int for size in shape)
+    if not are_sizes or min(shape, default=0) < 1 or shape[1:] not in ([], [1]):
+        raise RequestError(f"input {tensor.name!r} has shape {shown(shape)}; expected [n] or [n, 1], for n texts")
     return tuple(shape)
 
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")
-# A parameter of Triton that has no effect here, because no model depends on another.
-UNLOAD_DEPENDENTS = "unload_dependents"
 
 
 async def live(service: Service, request: Request) -> Response:
@@ -55,7 +53,8 @@ async def live(service: Service, request: Request) -> Response:
 
 
 async def ready(service: Service, request: Request) -> Response:
-    return json_response({"ready": service.is_ready}, 200 if service.is_ready else 503)
+    is_ready = service.models.is_ready and not service.draining
+    return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
 
 async def server_metadata(service: Service, request: Request) -> Response:
@@ -93,7 +92,8 @@ async def load(service: Service, request: Request) -> Response:
 
 
 async def unload(service: Service, request: Request) -> Response:
-    await check_parameters(service, request, (UNLOAD_DEPENDENTS,))
+    # a parameter of Triton that has no effect here, because no model depends on another
+    await check_parameters(service, request, ("unload_dependents",))
     await service.models.unload(request.path_params["name"])
     return Response()
 
@@ -322,11 +322,7 @@ def embedding_answer(request: EmbeddingRequest, answers: Sequence[Mapping[str, A
         "object": "list",
         "model": request.model,
         "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": to_form(answer["embedding"]),
-            }
+            {"object": "embedding", "index": index, "embedding": to_form(answer["embedding"])}
             for index, answer in enumerate(answers)
         ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},

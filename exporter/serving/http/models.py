@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from effexport.runners.options import RunOptions
 from effexport.runners.runner import Runner
 from effexport.serving.engine.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
 from effexport.serving.engine.metrics import Metrics
-from effexport.serving.engine.queue import Batcher, Outputs, Padding, Waiting, why_not_joined
+from effexport.serving.engine.queue import Batcher, Outputs, Padding, Waiting, logger, why_not_joined
 from effexport.serving.engine.settings import DEFAULT_MAX_SEQ_LEN, NAME, ServingSettings, checked_name
 from effexport.serving.engine.signature import ServedSignature, example_shape, signature_from_spec
 from effexport.serving.engine.texts import Generations, Texts
@@ -84,8 +83,9 @@ class ServedModel:
         self.generations_or_why: Generations | str = ""
         self._closed = False
         self._users = 0
-        self._unused = asyncio.Event()
-        self._unused.set()
+        # set while no request uses the model
+        self.unused = asyncio.Event()
+        self.unused.set()
 
     async def _run(self, rows: Mapping[str, Array], waiting: Waiting) -> Outputs:
         """The outputs of rows of a text. Raises as `Batcher.outputs`, and RequestError for rows that are too long."""
@@ -142,17 +142,13 @@ class ServedModel:
     def in_use(self) -> Iterator[None]:
         """Keep the model loaded during the block. Only the event loop uses it."""
         self._users += 1
-        self._unused.clear()
+        self.unused.clear()
         try:
             yield
         finally:
             self._users -= 1
             if not self._users:
-                self._unused.set()
-
-    async def unused(self) -> None:
-        """Return when no request uses the model; no further one may find it."""
-        await self._unused.wait()
+                self.unused.set()
 
     def close(self) -> None:
         self._closed = True
@@ -179,7 +175,6 @@ def why_not_padded(artifact: Artifact, runtime: Runtime) -> str:
     return ""
 
 
-logger = logging.getLogger("effexport.serving")
 READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
 
 
@@ -298,7 +293,7 @@ class ModelRepository:
 
 async def retire(model: ServedModel) -> None:
     """Close a model that is no longer found by its name, when its last request is answered."""
-    await model.unused()
+    await model.unused.wait()
     await asyncio.to_thread(model.close)
     await asyncio.to_thread(give_back_freed)
 

@@ -4,11 +4,13 @@ shutdown that loses no request."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
@@ -36,7 +38,7 @@ def create_app(models: ModelRepository) -> Starlette:
     """The application; it closes the models when its lifespan ends."""
     service = Service(models)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await models.close()
@@ -223,12 +225,10 @@ class Protocol(HttpToolsProtocol):
         reason = HTTPStatus(status).phrase
         head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self._refusal = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-        if not self._is_answered and self.cycle.more_body:  # the request at fault is the last one
-            if not self.pipeline:
-                self._close_with(self._refusal)
-            else:
-                self.pipeline.popleft()
-        elif self._is_answered:
+        # a request whose body has not arrived is at fault, and the last one
+        if self.pipeline and not self._is_answered and self.cycle.more_body:
+            self.pipeline.popleft()
+        elif self._is_answered or self.cycle.more_body:
             self._close_with(self._refusal)
 
     def _close_with(self, answer: bytes) -> None:
@@ -319,8 +319,12 @@ class Server(uvicorn.Server):
         self._watching.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's, which would raise the signal again at the end; but a requested stop is a success."""
-        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        """As uvicorn's, which would raise the signal again at the end; but a requested stop is a success, and a second
+        Ctrl-C ends the process here: Python's own end would abort it, because runs in C++ are in progress."""
+        if self.should_exit and sig == signal.SIGINT:
+            with contextlib.suppress(OSError):  # nobody reads what it says
+                os.write(sys.stderr.fileno(), b"stopped: requests that were running got no answer\n")
+            os._exit(128 + sig)
         self.should_exit = True
 
 
@@ -366,10 +370,10 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> bool:
-    """Serve until SIGTERM or SIGINT. The application's lifespan closes the models.
+def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal, SIGINT, ends the process without waiting for requests.
 
-    Returns False if a second SIGINT has ended it without waiting for requests.
+    The application's lifespan closes the models.
     """
     raise_file_limit()
     config = uvicorn.Config(
@@ -386,6 +390,4 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         # after that, the only clients left are those that do not read their answers
         timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.settings.timeout_s),
     )
-    server = Server(config, app.state.service, on_ready)
-    server.run(sockets=[bound])
-    return not server.force_exit
+    Server(config, app.state.service, on_ready).run(sockets=[bound])

@@ -7,14 +7,15 @@ import hmac
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from effexport.base.errors import EffexportError
 from effexport.serving.engine.errors import (
@@ -37,8 +38,6 @@ from effexport.serving.engine.settings import TEXT_CHARACTERS_IN_MEMORY
 if TYPE_CHECKING:
     from effexport.serving.http.models import ModelRepository, ServedModel
 
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 # zlib's window bits for each encoding; HTTP's deflate is the zlib format.
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -213,10 +212,6 @@ class Service:
         self.text_memory = TextMemory(TEXT_CHARACTERS_IN_MEMORY)
         self.metrics = Metrics("")
         self._parsing = asyncio.Lock()
-
-    @property
-    def is_ready(self) -> bool:
-        return self.models.is_ready and not self.draining
 
     @contextmanager
     def using(self, request: Request, name: str | None = None) -> Iterator[ServedModel]:

@@ -10,7 +10,7 @@ import json
 import shlex
 import textwrap
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +40,7 @@ from effexport.tasks.task import Task, Tokenizer
 from effexport.tasks.tasks import task_from_artifact
 from effexport.tasks.text_generator import check_generates
 from effexport.tensorrt.sidecar import EngineInfo, read_sidecar
+from effexport.tensorrt.spec import Profiles
 
 if TYPE_CHECKING:
     import jinja2
@@ -126,9 +127,7 @@ def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backen
     Raises UserError if a requested backend cannot run the artifact.
     """
     chosen, remarks = [], []
-    for name in BACKENDS:
-        if spec.backends and name not in spec.backends:
-            continue
+    for name in [one for one in BACKENDS if one in (spec.backends or BACKENDS)]:
         try:
             chosen.append(MAKERS[name](artifact, spec))
         except UserError as error:
@@ -229,12 +228,11 @@ def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str
 def zip_of_effexport() -> bytes:
     """A zip archive of the Python files of effexport; the same files give the same bytes."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(stream, "w") as archive:
         for name, path in sorted(python_files().items()):
             entry = zipfile.ZipInfo(name)  # always dated 1980
-            entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = 0o644 << 16
-            archive.writestr(entry, path.read_bytes())
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return stream.getvalue()
 
 
@@ -259,16 +257,11 @@ class Batching:
     preferred: tuple[int, ...] = ()
     reason: str = ""
 
-    @property
-    def is_dynamic(self) -> bool:
-        return self.max_batch > 1
-
 
 def batching_of(build: BuildSpec, spec: PackageSpec, engine: EngineInfo | None = None) -> Batching:
     """Raises UserError for options that the model or its engine does not allow."""
     asked = spec.max_batch is not None or bool(spec.preferred_batch)
-    reason = why_not_joined(build)
-    if reason:
+    if reason := why_not_joined(build):
         if asked:
             raise UserError(
                 f"requests to this model cannot be batched, because that would change their answers ({reason}); leave "
@@ -302,21 +295,20 @@ def batch_of_engine(engine: EngineInfo, spec: PackageSpec, largest: int) -> int:
 LARGEST_BYTES = 64_000_000
 
 
-def warm_ups(
-    artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | None = None
-) -> tuple[Mapping[str, Array], ...]:
+def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | None) -> tuple[Mapping[str, Array], ...]:
     """The inputs of one request per batch size at the exported length, if the engine accepts them.
 
     sizes: 0 stands for the golden batch as it is.
     """
-    golden = golden_inputs(artifact)
-    found = []
+    golden, found = golden_inputs(artifact), []
+    profiles = None if engine is None else Profiles(engine)
     for size in sizes:
         if size and size * sum(value[:1].nbytes for value in golden.values()) > LARGEST_BYTES:
             continue
         rows = np.arange(size) % rows_of(golden)
         inputs = {n: np.asarray(value[rows] if size else value, order="C") for n, value in golden.items()}
-        if engine is None or any(accepts(profile, inputs) for profile in engine.profiles):
+        shapes = {name: value.shape for name, value in inputs.items()}
+        if profiles is None or profiles.index(profiles.sizes(shapes)) is not None:
             found.append(inputs)
     return tuple(found)
 
@@ -331,15 +323,6 @@ def golden_inputs(artifact: Artifact) -> Mapping[str, Array]:
     stored = load_reference(artifact.reference_path) if artifact.has_golden else []
     found = next((case.inputs for case in stored if case.name == EXPORT), None)
     return found or case_inputs(artifact.spec, artifact.spec.seed + REFERENCE_SEED_OFFSET)[EXPORT]
-
-
-def accepts(profile: Mapping[str, Sequence[Sequence[int]]], inputs: dict[str, Array]) -> bool:
-    """True if every input is between the smallest and the largest shape of a profile."""
-    return all(
-        low <= size <= high
-        for name, value in inputs.items()
-        for low, size, high in zip(profile[name][0], value.shape, profile[name][2], strict=True)
-    )
 
 
 def quoted(text: str) -> str:

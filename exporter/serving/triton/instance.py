@@ -38,7 +38,7 @@ from effexport.serving.engine.signature import (
     ANSWER,
     CONTEXT,
     FINISH_REASON,
-    GENERATION,
+    GENERATED,
     REQUEST_ID,
     TEXT,
     TEXT_INPUT,
@@ -53,8 +53,6 @@ from effexport.tasks.tasks import tasks_from_artifact
 from effexport.tasks.text_generator import Session, TextGenerator, generator_from_artifact
 
 ARTIFACT = "artifact"
-# The outputs of a generated text.
-GENERATED = {tensor.name for tensor in GENERATION.outputs}
 # Texts of a request whose outputs are in memory until they are answered.
 TEXTS_AT_ONCE = 256
 # Asking the server whether a client is still there takes a tenth of a millisecond, as long as a step of a small model.

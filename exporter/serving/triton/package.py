@@ -61,7 +61,8 @@ def model_change(repository: Path, name: str, backend: Backend, *, replace_confi
         raise UserError(
             f"{folder} exists, and effexport did not write it; choose another name with --name, or another repository"
         )
-    versions = numbered_folders(folder)
+    # as in Triton, names with leading zeros do not count
+    versions = {int(path.name): path for path in folder.glob("*") if path.is_dir() and NUMBER.fullmatch(path.name)}
     content = backend.files
     version = version_of(content, versions, backend.spec.version, name)
     is_new = version not in versions
@@ -83,11 +84,6 @@ def model_change(repository: Path, name: str, backend: Backend, *, replace_confi
     files = {path: data for path, data in files.items() if path not in present or (folder / path).read_bytes() != data}
     status: Status = "added" if is_new else "configured" if files else "unchanged"
     return ModelChange(record, version, status, content if is_new else None, files)
-
-
-def numbered_folders(folder: Path) -> dict[int, Path]:
-    """The versions of a model. As in Triton, names with leading zeros do not count."""
-    return {int(path.name): path for path in folder.glob("*") if path.is_dir() and NUMBER.fullmatch(path.name)}
 
 
 def version_of(content: Content, versions: Mapping[int, Path], wanted: int | None, name: str) -> int:
@@ -218,7 +214,8 @@ def package_artifact(
             kind = "generate" if backend.generates else backend.name
             name = spec.name if is_named_alone and not backend.generates else f"{spec.name}-{kind}"
             changes.append(model_change(repository, name, backend, replace_config=replace_config))
-        records = records_of(repository) | {change.name: change.record for change in changes}
+        known = (record for path in sorted(repository.iterdir()) if (record := read_record(path)) is not None)
+        records = {record.name: record for record in (*known, *(change.record for change in changes))}
         for name, record in records.items():
             if record.server_path != spec.server_path:  # configurations contain absolute paths
                 raise UserError(
@@ -249,17 +246,12 @@ def package_artifact(
 
 def check_repository(repository: Path, artifact: Artifact) -> None:
     """Raises UserError for a path that cannot be a repository."""
-    if repository.exists() and not repository.is_dir():
-        raise UserError(f"{repository} is a file; expected the folder of a model repository, or a new one")
-    if (repository / MANIFEST).exists():
-        raise UserError(f"{repository} is an artifact; expected the folder of a model repository, or a new one")
+    is_file = repository.exists() and not repository.is_dir()
+    if is_file or (repository / MANIFEST).exists():
+        kind = "a file" if is_file else "an artifact"
+        raise UserError(f"{repository} is {kind}; expected the folder of a model repository, or a new one")
     if repository.resolve().is_relative_to(artifact.path.resolve()):
         raise UserError(f"{repository} is inside the artifact {artifact.path}; choose another folder with -o")
-
-
-def records_of(repository: Path) -> dict[str, ModelRecord]:
-    """The models of a repository that effexport wrote, by name."""
-    return {path.name: record for path in sorted(repository.iterdir()) if (record := read_record(path)) is not None}
 
 
 # First releases of the image, as (year, month), whose Python can run effexport, and whose ONNX Runtime loads kernels
@@ -307,11 +299,8 @@ def pages_of_repository(
 
 def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
     models = [records[name] for name in sorted(records)]
-    loaded = [records[name] for name in loaded_models(records)]
+    loaded = loaded_models(records)
     first = next((record for record in loaded if not record.generates), loaded[0])
-    # a model that is loaded, if there is one
-    readers = [record for record in (*loaded, *models) if record.example]
-    generators = [record for record in models if record.generates]
     return {
         "mark": MARK,
         "tag": tag,
@@ -328,8 +317,9 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
         "client_inputs": example_inputs(first),
         "protocol_type": protocol_type,
         "tensors": tensors_of,
-        "reader": readers[0] if readers else None,
-        "generator": generators[0] if generators else None,
+        # a model that is loaded, if there is one
+        "reader": next((record for record in (*loaded, *models) if record.example), None),
+        "generator": next((record for record in models if record.generates), None),
         "has_kernels": any(
             version["implementation"] == "kernel" for record in models for version in record.versions.values()
         ),
@@ -337,12 +327,12 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
     }
 
 
-def loaded_models(records: Mapping[str, ModelRecord]) -> list[str]:
+def loaded_models(records: Mapping[str, ModelRecord]) -> list[ModelRecord]:
     """The models to load: one per artifact, because the others are the same artifact in another backend."""
     best: dict[str, ModelRecord] = {}
     for record in sorted(records.values(), key=lambda record: (BACKENDS.index(record.backend), record.name)):
         best.setdefault(record.group, record)
-    return sorted(record.name for record in best.values())
+    return sorted(best.values(), key=lambda record: record.name)
 
 
 def serve_arguments(records: Mapping[str, ModelRecord]) -> tuple[str, ...]:
@@ -352,21 +342,15 @@ def serve_arguments(records: Mapping[str, ModelRecord]) -> tuple[str, ...]:
         "tritonserver",
         f"--model-repository={path}",
         "--model-control-mode=explicit",
-        *(f"--load-model={name}" for name in loaded_models(records)),
+        *(f"--load-model={record.name}" for record in loaded_models(records)),
     )
 
 
 def packages_of(models: list[ModelRecord]) -> list[str]:
     """Packages for the Python models, each at the newest version with which an artifact was built."""
-    newest: dict[str, str] = {}
-
-    def order(version: str) -> list[int]:
-        return [int(part) for part in re.findall(r"\d+", version)]
-
     python = [record for record in models if record.backend == "python"]
-    for record in python:
-        for name, version in record.packages.items():
-            newest[name] = max(newest.get(name, ""), version, key=order)
+    releases = [release for record in python for release in record.packages.items()]
+    newest = dict(sorted(releases, key=lambda release: [int(part) for part in re.findall(r"\d+", release[1])]))
     suffix = "-gpu" if any(record.kind == "gpu" for record in python) else ""
     return [f"{name}{suffix if name == 'onnxruntime' else ''}=={version}" for name, version in sorted(newest.items())]
 
@@ -382,13 +366,9 @@ def json_request(record: ModelRecord) -> str | None:
     """An example request for curl; None if it is too long to read, or has float16, which Triton refuses in JSON."""
     if any(protocol_type(tensor.dtype) in BINARY_ONLY for tensor in (*record.inputs, *record.outputs)):
         return None
-    inputs = []
-    for tensor, shape in example_inputs(record):
-        count = math.prod(shape)
-        if count > LARGEST_EXAMPLE:
-            return None
+    inputs = [
         # token 1 is not padding; a mask of ones keeps every token
-        inputs.append(
-            {"name": tensor.name, "shape": shape, "datatype": protocol_type(tensor.dtype), "data": [1] * count}
-        )
-    return json.dumps({"inputs": inputs})
+        {"name": one.name, "shape": shape, "datatype": protocol_type(one.dtype), "data": [1] * math.prod(shape)}
+        for one, shape in example_inputs(record)
+    ]
+    return None if any(len(one["data"]) > LARGEST_EXAMPLE for one in inputs) else json.dumps({"inputs": inputs})

@@ -44,6 +44,7 @@ Number = Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,18}\Z")]
 # The pages put these into shell commands and YAML as they are.
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\Z")]
 ServerPath = Annotated[str, msgspec.Meta(pattern=rf"^{SERVER_PATH.pattern}\Z")]
+Tensors = Annotated[tuple[TensorInfo, ...], msgspec.Meta(min_length=1)]
 # Of a package, such as 1.27.0 or 2.13.0+cpu.
 Release = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+!_-]{0,99}\Z")]
 
@@ -63,8 +64,8 @@ class ModelRecord:
     backend: BackendName
     kind: Literal["cpu", "gpu"]
     title: str
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
+    inputs: Tensors
+    outputs: Tensors
     max_batch: int
     reason: str
     example_length: int
@@ -95,9 +96,6 @@ def read_record(folder: Path) -> ModelRecord | None:
     if type(version) is int and version > FORMAT_VERSION:
         raise UserError(f"{path} was written by a newer effexport; upgrade effexport")
     record = record_from_values(values, ModelRecord, str(path), REPACKAGE)
-    for kind, tensors in (("inputs", record.inputs), ("outputs", record.outputs)):
-        if not tensors:
-            raise UserError(f"{path} is damaged: it describes a model without {kind}; {REPACKAGE}")
     check_tensors((*record.inputs, *record.outputs), str(path), REPACKAGE, others=(STRING,))
     if record.name != folder.name:
         raise UserError(f"{path} is damaged: it describes the model {record.name!r}; {REPACKAGE}")

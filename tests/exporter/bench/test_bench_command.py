@@ -85,7 +85,7 @@ def test_every_row_has_parity_timing_floor_and_ratios(cli: Cli, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--runtimes", "trch"], "unknown name 'trch' in --runtimes; did you mean 'torch'?"),
+        (["--runtimes", "trch"], "--runtimes has 'trch'; did you mean 'torch'?"),
         (["--variants", "lsh:num_hash=4"], "lsh attention has no field 'num_hash'; did you mean 'num_hashes'?"),
         (["--seq-lens", "0"], "--seq-lens has 0; expected positive integers"),
         (["--preset", "linear-blog", "--variants", "lsh"], "--variants and --preset linear-blog"),

@@ -138,10 +138,12 @@ def test_pytorch_agrees_with_itself(runtime: str) -> None:
 def test_compile_cuda_is_torch_compile_on_the_gpu_and_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(candidates, "TorchCandidate", lambda case, **options: given.update(options))
+    devices, compiled = list[str](), list[object]()
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: devices.append(device) or module)
+    monkeypatch.setattr(torch, "compile", lambda module, dynamic: compiled.append(module))
     candidate_from_case(small_case("linear", "compile-cuda"), None, threads=1)
-    assert given == {"compiled": True, "device": "cuda"}
+    assert devices[-1] == "cuda"
+    assert len(compiled) == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for installed, reason in ((None, "torch.compile needs Triton on a GPU: pip install triton"), (object(), None)):
         monkeypatch.setattr(costs.importlib.util, "find_spec", lambda name, spec=installed: spec)

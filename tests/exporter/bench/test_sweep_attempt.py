@@ -76,9 +76,8 @@ def test_an_artifact_beyond_the_limit_stays_where_it_is(tmp_path: Path, monkeypa
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has died")
 def test_the_process_of_an_attempt_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text("{}")
-    waits = (
-        "import os, sys, time\nfrom effexport.bench.child import die_with_parent\ndie_with_parent(int(sys.argv[1]))\n"
-    )
+    waits = "import os, sys, time\nfrom effexport.base.termination import die_with_parent\n"
+    waits += "die_with_parent(int(sys.argv[1]))\n"
     waits += "print(os.getpid(), flush=True)\ntime.sleep(600)"
     starts = (
         f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {waits!r}, str(os.getpid())])\n"

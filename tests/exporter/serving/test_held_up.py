@@ -136,11 +136,8 @@ class Model:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.free = asyncio.Event()
+        self.unused = asyncio.Event()
         self.closed = False
-
-    async def unused(self) -> None:
-        await self.free.wait()
 
     def close(self) -> None:
         self.closed = True
@@ -165,12 +162,12 @@ def test_a_model_whose_client_is_slow_is_unloaded_while_others_are_loaded() -> N
         # and even the same one
         await asyncio.wait_for(repository.load("slow"), 30)
         assert not unloading.done()
-        slow.free.set()
+        slow.unused.set()
         await unloading
         assert slow.closed
         assert await states() == {"other": "READY", "slow": "READY"}
         again: Any = repository.get("slow")
-        again.free.set()
+        again.unused.set()
         await repository.unload("slow")
         assert await states() == {"other": "READY", "slow": "UNAVAILABLE"}
 

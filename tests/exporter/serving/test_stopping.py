@@ -1,4 +1,5 @@
-"""SIGTERM ends an idle server at once, whatever its clients did before and whatever they hold open."""
+"""SIGTERM ends an idle server at once, whatever its clients did before and whatever they hold open; a second Ctrl-C
+ends any server."""
 
 from __future__ import annotations
 
@@ -91,3 +92,30 @@ def test_a_server_whose_clients_leave_while_it_stops_finishes_the_texts_of_the_o
         texts = [b"".join(iter(partial(connection.recv, 65536), b"")) for connection in connections[1::2]]
     check_stop(writer)
     assert all(text.startswith(b"HTTP/1.1 200") and b'"finish_reason":"length"' in text for text in texts)
+
+
+def test_a_second_ctrl_c_ends_a_server_at_once_although_requests_run(writer: ServerProcess) -> None:
+    tensor = {"name": "input_ids", "datatype": "INT64", "shape": [8, 64], "data": [1] * 512}
+    running = post("/v2/models/writer/infer", json.dumps({"inputs": [tensor]}).encode())
+    with ExitStack() as stack:
+        for request in [running, text_request(1, "generate")] * 25:
+            stack.enter_context(opened(writer, request))
+        # the server would wait for the rest of this body until its --timeout
+        stack.enter_context(opened(writer, running[:-1]))
+        wait_until(lambda: writer.metric("effexport_compute_seconds_count"))
+        writer.process.send_signal(signal.SIGINT)
+        wait_until(lambda: not accepts_connections(writer))
+        start = time.monotonic()
+        assert writer.stop(signal.SIGINT) == 130
+        assert time.monotonic() - start < 2
+    log = writer.log.read_text().splitlines()
+    assert log[-1] == "stopped: requests that were running got no answer"
+    assert not any("Traceback" in line for line in log)
+
+
+def accepts_connections(server: ServerProcess) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", server.port), timeout=20).close()
+    except ConnectionRefusedError:
+        return False
+    return True

@@ -414,8 +414,8 @@ def test_a_version_of_nineteen_digits_is_read_again(built: Built, cli: Callable[
         (["inputs", 0, "name"], "`\nx", "a tensor has the name '`\\nx'"),
         (["inputs", 0, "dtype"], "x", "a tensor has the type 'x'"),
         (["inputs", 0, "dims", 0], -1, "a tensor has a negative size"),
-        (["inputs"], [], "it describes a model without inputs"),
-        (["outputs"], [], "it describes a model without outputs"),
+        (["inputs"], [], "Expected `array` of length >= 1 - at `$.inputs`"),
+        (["outputs"], [], "Expected `array` of length >= 1 - at `$.outputs`"),
     ],
 )
 def test_a_damaged_record_is_refused_and_nothing_is_written(
