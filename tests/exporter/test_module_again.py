@@ -421,7 +421,7 @@ def test_an_artifact_without_golden_values_says_what_it_cannot_check_and_what_to
 def test_every_other_command_works_without_golden_values(cli: Cli, bare: Path, code: Path, tmp_path: Path) -> None:
     assert cli("inspect", bare).code == cli("report", bare).code == 0
     assert "--golden none" in cli("report", bare, "--format", "markdown").out + (bare / "report.html").read_text()
-    (warm_up,) = warm_ups(open_artifact(bare), (0,))
+    (warm_up,) = warm_ups(open_artifact(bare), (0,), None)
     assert warm_up["x"].shape == (1, 20, 16)
     package = cli("package", bare, "--format", "triton", "-o", tmp_path / "package")
     assert package.code == 0, package.err
