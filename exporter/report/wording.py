@@ -275,6 +275,8 @@ def quantization_facts(record: Quantization) -> list[tuple[str, str]]:
         ("Embeddings", ", ".join(table.layer for table in record.embeddings) or "float"),
         ("Samples", samples_text(record)),
     ]
+    if rounded := sum(layer.rounds_output for layer in record.layers):
+        rows.insert(3, ("Results", f"of {counted(rounded, 'layer')} rounded to bfloat16: attention multiplies them"))
     if record.smooth is not None:
         rows.append(
             ("SmoothQuant", f"α = {record.smooth:g}, folded into {counted(len(record.smoothing), 'layer norm')}")
